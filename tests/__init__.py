@@ -1,0 +1,1 @@
+"""Tests of jackfield. They mirror `src/`; `zoo` and `reference` are what they compare with."""
