@@ -12,7 +12,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 from jackfield.errors import MissingExtra
 from jackfield.settings import settings
@@ -45,9 +45,7 @@ def _packaged_file() -> Path:
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:
-        raise MissingExtra(
-            f"the sample model is in the package {PACKAGE}, which is not installed. {_remedy()}"
-        ) from None
+        raise MissingExtra(f"the sample model is in the package {PACKAGE}, which is missing. {_remedy()}") from None
     found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
     if len(found) != 1 or not found[0].is_file():
         version = metadata.version(PACKAGE)
@@ -61,7 +59,7 @@ def _remedy() -> str:
 
 def _convert(source: Path, folder: Path) -> None:
     if util.find_spec("gguf") is None:
-        raise MissingExtra(f"reading {source.name} needs the package gguf, which is not installed. {_remedy()}")
+        raise MissingExtra(f"reading {source.name} needs the package gguf, which is missing. {_remedy()}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True) as name:
         unfinished = Path(name) / folder.name
@@ -79,7 +77,7 @@ def _write(source: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, quantization_config=dense, dtype=torch.float32
     )
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     # The file does not say how long a text may be, and transformers then says 10**30.
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(folder)
