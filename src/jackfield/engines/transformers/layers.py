@@ -1,0 +1,197 @@
+"""One decoder block, read off a recording: a Formula, or a reason, for each of its values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from jackfield.engines.transformers.attends import Attend
+from jackfield.engines.transformers.dataflow import Block, input_formula, is_linear, output_formula
+from jackfield.engines.transformers.heads import find_projection
+from jackfield.engines.transformers.neurons import find_activations, find_router
+from jackfield.engines.transformers.recording import Call, Recording
+from jackfield.engines.transformers.sublayers import (
+    Sublayers,
+    core,
+    find_middle,
+    find_norm,
+    find_sublayers,
+    inline_entry,
+)
+from jackfield.values.anatomy import AttentionAnatomy, Formula, LayerAnatomy, Missing
+from jackfield.values.families.names import CLIPS, LAYER_NUMBERS
+
+NOT_A_SUM = "this block is not seen to add one result of a module per sublayer to its stream, so what a sublayer adds has no place"
+_NO_SUBLAYER = "this block has no such sublayer"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A layer, and whether its stream is layer_input + attention_output + mlp_output."""
+
+    layer: LayerAnatomy
+    whole: bool
+
+
+def read_layer(block: Block, recording: Recording, attends: Sequence[Attend], config: PretrainedConfig) -> Reading:
+    """The places of everything in `block`; `attends` are the attention ops of the whole recording."""
+    mine = [attend for attend in attends if block.call.start < attend.index < block.call.end]
+    attending = mine[0].path if mine else None
+    sublayers = find_sublayers(block, attending, config)
+    mixer = _mixer(block, sublayers, attending)
+    mlp = None if sublayers.mlp is None else core(block, sublayers.mlp)
+    router = find_router(block, recording, attending)
+    values = _stream(block) | _attention_values(block, sublayers, mixer) | _mlp_values(block, sublayers, mlp, mixer)
+    values["router_logits"] = router
+    if mlp is not None:
+        values["mlp_activations"] = find_activations(block, mlp, routed=isinstance(router, Formula))
+    attention = _describe(block, recording, mine, config) if mine else _no_attention(mixer)
+    layer = LayerAnatomy(
+        path=block.path,
+        values=values,
+        attention=attention,
+        attention_path=None if mixer is None else mixer.path,
+        mlp_path=None if mlp is None or is_linear(mlp) else mlp.path,
+    )
+    return Reading(layer, sublayers.whole)
+
+
+def _stream(block: Block) -> dict[str, Formula | Missing]:
+    if block.entering.value.ndim != 3:
+        shape = tuple(block.entering.value.shape)
+        several = Missing(f"the block hands on {shape} for {block.tokens} tokens: not one stream [1, token, width]")
+        return {"layer_input": several, "layer_output": several}
+    return {
+        "layer_input": input_formula(block.call, block.entering, block.tokens),
+        "layer_output": output_formula(block.call, block.tokens),
+    }
+
+
+def _mixer(block: Block, sublayers: Sublayers, attending: str | None) -> Call | None:
+    """The attention as the block sees it: of the modules around the op, the outermost that takes the same input."""
+    if attending is None:
+        return None if sublayers.attention is None else core(block, sublayers.attention)
+    around = block.around(attending)
+    taken = around[-1].argument if around else None
+    same = [call for call in around if taken is not None and call.argument is not None and call.argument.equals(taken)]
+    return next(iter(same or around[-1:]), None)
+
+
+def _attention_values(block: Block, sublayers: Sublayers, mixer: Call | None) -> dict[str, Formula | Missing]:
+    output = Missing(NOT_A_SUM) if sublayers.attention is None else sublayers.attention.formula
+    return {"attention_norm_output": _norm_value(block, mixer, "attention"), "attention_output": output}
+
+
+def _norm_value(block: Block, sublayer: Call | None, name: str, after: Call | None = None) -> Formula | Missing:
+    """The norm's result; where that is there before `after` has run, what the sublayer takes, which is the same."""
+    if sublayer is None:
+        return Missing(f"the {name} of this block was not found")
+    norm = find_norm(block, sublayer, sublayer.argument)
+    if norm is not None and (after is None or norm.end > after.end):
+        return output_formula(norm, block.tokens)
+    if norm is not None and sublayer.argument is not None:
+        return input_formula(sublayer, sublayer.argument, block.tokens)
+    return Missing(f"nothing normalises what the {name} of this block takes")
+
+
+def _mlp_values(
+    block: Block, sublayers: Sublayers, mlp: Call | None, mixer: Call | None
+) -> dict[str, Formula | Missing]:
+    if mlp is None or sublayers.mlp is None:
+        reason = Missing(_NO_SUBLAYER if sublayers.whole else NOT_A_SUM)
+        return dict.fromkeys(("layer_mid", "mlp_norm_output", "mlp_activations", "mlp_output"), reason)
+    entry = inline_entry(block, mlp) if is_linear(mlp) else mlp
+    norm = find_norm(block, entry, entry.argument)
+    middle = Missing(NOT_A_SUM)
+    if sublayers.middle is not None:
+        middle = find_middle(block, sublayers.middle, entry, norm)
+    return {
+        "layer_mid": middle,
+        "mlp_norm_output": _norm_value(block, entry, "MLP", mixer),
+        "mlp_output": sublayers.mlp.formula,
+    }
+
+
+def _no_attention(mixer: Call | None) -> Missing:
+    if mixer is None:
+        return Missing("no softmax attention on this layer: none was seen")
+    return Missing(f"no softmax attention on this layer: {type(mixer.module).__name__} mixes its tokens without one")
+
+
+def _describe(block: Block, recording: Recording, attends: list[Attend], config: PretrainedConfig) -> AttentionAnatomy:
+    attend = attends[0]
+    module = next(call.module for call in block.inside if call.path == attend.path)
+    clip = _held(CLIPS, module, config)
+    cache_layer, missing = _cached(recording, attend, _held(LAYER_NUMBERS, module))
+    return AttentionAnatomy(
+        path=attend.path,
+        dispatched=attend.dispatched,
+        num_heads=attend.queries.shape[0],
+        num_kv_heads=attend.keys.shape[0],
+        d_head=attend.queries.shape[-1],
+        d_value=attend.values.shape[-1],
+        scale=attend.scale,
+        window=_window(attend, block.number, config),
+        softcap=attend.softcap,
+        calls=sum(other.path == attend.path for other in attends),
+        output_projection=_output_projection(block, attend),
+        cache_layer=cache_layer,
+        missing=missing,
+        queries_prerotary=find_projection(block, attend, attend.queries, clip),
+        keys_prerotary=find_projection(block, attend, attend.keys, clip),
+    )
+
+
+def _held(names: tuple[str, ...], module: nn.Module, config: object = None) -> float | None:
+    """The first of the numbers `names` that the module holds, or its configuration."""
+    configs = (config, getattr(config, "attn_config", None))  # foreign: dbrx and mpt nest theirs
+    found = (getattr(owner, name, None) for name in names for owner in (module, *configs))
+    return next((value for value in found if isinstance(value, int | float) and not isinstance(value, bool)), None)
+
+
+def _output_projection(block: Block, attend: Attend) -> str | None:
+    """The first projection after the op that takes all heads, one beside the other."""
+    width = attend.queries.shape[0] * attend.values.shape[-1]
+    after = [
+        call for call in block.inside if call.start > attend.index and is_linear(call) and call.argument is not None
+    ]
+    taking = [call for call in after if call.argument is not None and call.argument.rows.shape[-1] == width]
+    return next((call.path for call in taking if block.once(call)), None)
+
+
+def _cached(recording: Recording, attend: Attend, own: float | None) -> tuple[int | None, dict[str, str]]:
+    """The layer of the cache with the keys that the op received, and what the cache does not have, with the reason.
+
+    Layers may share keys and values, and a cache may hold something that they are made of (latents).
+    """
+    layers = list(getattr(recording.cache, "layers", ()))  # foreign: transformers.Cache from 4.56
+    holding = [number for number, layer in enumerate(layers) if _ends_with(attend.keys, getattr(layer, "keys", None))]
+    number = int(own) if own is not None and own in holding else next(iter(holding), None)
+    if number is None:
+        reason = "the cache of this model does not hold the keys and values that its attention receives"
+        return None, {"attention_cached_keys": reason, "attention_cached_values": reason}
+    if _ends_with(attend.values, getattr(layers[number], "values", None)):
+        return number, {}
+    return number, {"attention_cached_values": "the attention receives the cached values rearranged"}
+
+
+def _ends_with(heads: torch.Tensor, cached: object) -> bool:
+    """Whether `cached` [1, head, key, width] holds the last rows of `heads` [head, key, width]."""
+    if not isinstance(cached, torch.Tensor) or cached.ndim != 4:
+        return False
+    rows = cached[0].detach().to("cpu")
+    count = rows.shape[1]
+    return 0 < count <= heads.shape[1] and torch.equal(rows, heads[:, -count:].to(rows.dtype))
+
+
+def _window(attend: Attend, number: int, config: PretrainedConfig) -> int | None:
+    """How many keys a query sees. `layer_types` decides masks, whatever a layer passes; chunks are no window."""
+    kinds = getattr(config, "layer_types", None)  # foreign: configurations from 4.53
+    stated = getattr(config, "sliding_window", None)
+    if isinstance(kinds, list) and number < len(kinds):
+        return (attend.window or stated) if kinds[number] == "sliding_attention" else None
+    if attend.dispatched and "sliding_window" not in attend.passed:
+        return stated
+    return attend.window

@@ -1,0 +1,225 @@
+"""The two sublayers of a block, found by what they add to the stream.
+
+The stream that leaves is the stream that enters plus two summands. The attention's is looked for among the results of
+the modules around the op that attends and of those that take these results (a norm after the sublayer); the MLP's among
+the rest. Which sum holds is decided by numbers. A block that only adds its sublayers on the way, and does more with its
+stream besides, is read by the sums that are seen entering its modules.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from jackfield.engines.transformers.dataflow import Block, Term, close, input_formula, is_linear, is_norm, maker, terms
+from jackfield.engines.transformers.recording import Call, Seen
+from jackfield.values.anatomy import Formula, Missing
+from jackfield.values.families.names import MIXERS
+
+_MULTIPLIERS = ("residual_multiplier", "residual_scale", "scale_depth")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sublayers:
+    """What was found to add to the stream of one block. `whole`: the two summands are all that the block adds.
+
+    `middle` is the stream between them, with where it was seen.
+    """
+
+    attention: Term | None
+    mlp: Term | None
+    whole: bool
+    middle: Tensor | None
+
+
+def find_sublayers(block: Block, attention: str | None, config: object) -> Sublayers:
+    """The sublayers of `block`. `attention` is the path of the module that attends; None where none does."""
+    mixers = _mixers(block, attention)
+    found = _whole(block, mixers, config)
+    return found or _on_the_way(block, mixers)
+
+
+def core(block: Block, term: Term) -> Call:
+    """The sublayer itself, behind the norms and dropouts that its summand went through."""
+    call = term.call
+    while (is_norm(call) or _is_bare(call)) and call.argument is not None:
+        before = maker(block, call.argument, call.start)
+        if before is None:
+            return call
+        call = before
+    return call
+
+
+def _mixers(block: Block, attention: str | None) -> list[Call]:
+    """The calls whose result may be what the attention adds, likeliest first."""
+    if attention is None:
+        children = [call for call in block.inside if block.depth(call) == 1 and not is_norm(call)]
+        starts = sorted(children, key=lambda call: not _is_mixer(call))
+    else:
+        starts = block.around(attention)
+    candidates = [call for call in starts if block.gives_stream(call) and block.once(call)]
+    return [*candidates, *(after for call in candidates for after in _followers(block, call))]
+
+
+def _followers(block: Block, call: Call) -> list[Call]:
+    """The norms and dropouts that the result of `call` goes through, one after the other."""
+    chain: list[Call] = []
+    seen = call.result
+    while seen is not None:
+        taking = [
+            other
+            for other in block.inside
+            if other.start > call.end and other.argument is not None and other.argument.equals(seen)
+        ]
+        passing = [other for other in taking if (is_norm(other) or _is_bare(other)) and other not in chain]
+        if not passing:
+            return [other for other in chain if block.once(other)]
+        chain.append(passing[0])
+        seen = passing[0].result
+    return chain
+
+
+def _is_bare(call: Call) -> bool:
+    return not any(True for _ in call.module.parameters())
+
+
+def _is_mixer(call: Call) -> bool:
+    name = call.path.rpartition(".")[2].lower() + type(call.module).__name__.lower()
+    return any(hint in name for hint in MIXERS)
+
+
+def _whole(block: Block, mixers: list[Call], config: object) -> Sublayers | None:
+    """The sublayers if their summands are all that the block adds."""
+    added = block.leaving.rows.double() - block.entering.rows.double()
+    for attention, mlp in _pairs(block, mixers):
+        if _sums(block, attention.value + (0 if mlp is None else mlp.value)):
+            return _found(block, attention, mlp)
+    for attention, mlp in _pairs(block, mixers, plain=True):
+        values = [term.value for term in (attention, mlp) if term is not None]
+        factors = _fit(added, values)
+        if all(abs(factor) > 1e-6 for factor in factors) and _sums(block, sum(f * v for f, v in zip(factors, values))):
+            exact = [_exact(factor, block.call.module, config) for factor in factors]
+            scaled = [_scaled(term, by) for term, by in zip((attention, mlp), exact, strict=False) if term is not None]
+            return _found(block, scaled[0], scaled[1] if mlp is not None else None)
+    return None
+
+
+def _sums(block: Block, added: Tensor | int) -> bool:
+    return close(block.entering.rows.double() + added, block.leaving.rows, block.dtype)
+
+
+def _found(block: Block, attention: Term, mlp: Term | None) -> Sublayers:
+    return Sublayers(attention, mlp, True, block.entering.rows.double() + attention.value)
+
+
+def _pairs(block: Block, mixers: list[Call], *, plain: bool = False) -> Iterator[tuple[Term, Term | None]]:
+    """Pairs of summands to try: those read as they are first, then those that carry a residual."""
+    kinds: dict[int, list[tuple[Term, Term | None]]] = {}
+    for mixer in mixers:
+        for first, attention in enumerate(terms(block, mixer)):
+            kinds.setdefault(first, []).append((attention, None))
+            for rest in _rest(block, mixer):
+                for second, mlp in enumerate(terms(block, rest)):
+                    kinds.setdefault(first + second, []).append((attention, mlp))
+    for kind in sorted(kinds):
+        yield from kinds[kind]
+        if plain:
+            return
+
+
+def _rest(block: Block, mixer: Call) -> list[Call]:
+    """The calls whose result may be what the MLP adds, likeliest first: sublayers before norms, children first."""
+    calls = [call for call in block.outside(mixer.path) if block.gives_stream(call) and block.once(call)]
+    return sorted(calls, key=lambda call: (is_norm(call), _is_bare(call), block.depth(call)))
+
+
+def _fit(added: Tensor, values: list[Tensor]) -> list[float]:
+    columns = torch.stack([value.flatten() for value in values], dim=1)
+    return torch.linalg.lstsq(columns, added.flatten()[:, None]).solution[:, 0].tolist()
+
+
+def _exact(factor: float, block: nn.Module, config: object) -> float:
+    """The number that the block, or its configuration, multiplies with; the fitted one where neither holds it."""
+    if abs(factor - 1) < 1e-4:
+        return 1.0
+    held = [*vars(block).values(), *(getattr(config, name, None) for name in _MULTIPLIERS)]
+    numbers = [value for value in held if isinstance(value, float)]
+    nearest = min(numbers, key=lambda value: abs(value - factor), default=factor)
+    return nearest if abs(nearest - factor) <= 1e-3 * abs(factor) else factor
+
+
+def _scaled(term: Term, factor: float) -> Term:
+    return Term(replace(term.formula, factor=factor), factor * term.value, term.call)
+
+
+def _on_the_way(block: Block, mixers: list[Call]) -> Sublayers:
+    """The sublayers whose sums with the stream are seen entering a module, in a block that does more besides."""
+    bases = [block.entering]
+    attention, middle = _added(block, mixers, bases)
+    if attention is None or middle is None:
+        return Sublayers(None, None, False, None)
+    renormed = [call.result for call in block.inside if call.argument is not None and call.argument.equals(middle)]
+    rest = [call for call in _rest(block, attention.call) if call.start > attention.call.end]
+    mlp, _ = _added(block, rest, [middle, *(seen for seen in renormed if seen is not None)])
+    return Sublayers(attention, mlp, False, middle.rows.double())
+
+
+def _added(block: Block, calls: Iterable[Call], bases: list[Seen]) -> tuple[Term | None, Seen | None]:
+    """The first of `calls` whose result, added to one of `bases`, is what a module of the block takes, or the block gives."""
+    for call in calls:
+        taken = [seen for other in block.inside if other.start > call.end for seen in other.arguments.values()]
+        term = next(terms(block, call))
+        for base in bases:
+            if base.rows.shape != term.value.shape:
+                continue
+            total = base.rows.double() + term.value
+            for seen in (*taken, block.leaving):
+                if _is_sum(seen, total, base, block.dtype):
+                    return term, seen
+    return None, None
+
+
+def _is_sum(seen: Seen, total: Tensor, base: Seen, dtype: torch.dtype) -> bool:
+    return close(seen.rows, total, dtype) and not seen.equals(base)
+
+
+def find_norm(block: Block, sublayer: Call, taken: Seen | None) -> Call | None:
+    """The norm whose result is `taken`, which `sublayer` takes; or, where it norms for itself, the one inside it."""
+    if taken is None:
+        return None
+    made = maker(block, taken, sublayer.start)
+    if made is not None and is_norm(made):
+        return made
+    within = [call for call in block.inside if sublayer.holds(call) and is_norm(call) and block.once(call)]
+    return next((call for call in within if call.argument is not None and call.argument.equals(taken)), None)
+
+
+def find_middle(block: Block, middle: Tensor, sublayer: Call, norm: Call | None) -> Formula | Missing:
+    """Where the stream between the sublayers is taken: by the MLP's norm, else by the MLP."""
+    for call in (norm, sublayer):
+        seen = None if call is None else call.argument
+        if call is not None and seen is not None and _is_near(seen.rows, middle, block):
+            return input_formula(call, seen, block.tokens)
+        if call is not None and seen is not None and seen.equals(block.entering):
+            return Missing("parallel block: attention and MLP read the same stream, so there is no stream between them")
+    return Missing("no module of this block takes the stream between attention and MLP")
+
+
+def _is_near(rows: Tensor, middle: Tensor, block: Block) -> bool:
+    """Whether `rows` is `middle`, and not the stream that entered, however little the attention added."""
+    if not close(rows, middle, block.dtype):
+        return False
+    off = (rows.double() - middle).abs().sum()
+    return bool(off <= 0.1 * (rows.double() - block.entering.rows.double()).abs().sum() + 1e-30)
+
+
+def inline_entry(block: Block, last: Call) -> Call:
+    """The first projection of an MLP that has no module of its own, given its last."""
+    parent = last.path.rpartition(".")[0]
+    siblings = [
+        call
+        for call in block.inside
+        if is_linear(call) and call.path.rpartition(".")[0] == parent and call.start < last.start and block.once(call)
+    ]
+    return siblings[0] if siblings else last
