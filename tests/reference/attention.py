@@ -242,34 +242,39 @@ class AttentionTap:
             call = self._call
             if call is None:
                 return softmax(logits, *args, **kwargs)
-            logits, dead = self._see_scores(call, logits)
-            pattern = softmax(logits, *args, **kwargs)
+            edited, dead = self._see_scores(call, logits)
+            pattern = softmax(edited, *args, **kwargs)
             pattern = pattern if dead is None else pattern.masked_fill(dead, 0.0)
+            if self._family.sink == "scale":
+                return self._see_scaled_pattern(call, logits, edited, pattern)
             return self._see_pattern(call, logits, pattern)
 
         return tapped
 
     def _see_scores(self, call: Call, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The softmax's input after edits, and the rows that edits left with nothing to see.
-
-        Where there is a sink its column comes last, and the families that have one have taken each row's maximum off,
-        which the known value of the sink gives back.
-        """
+        """The softmax's input after edits, and the rows that edits left with nothing to see."""
         assert call.keys is not None
         width = call.keys.shape[2]
         sink = logits[..., width:]
-        shift = 0.0
-        if sink.shape[-1]:
-            shift = call.module.sinks.reshape(1, -1, 1, 1) - sink
-        scores = logits[..., :width].float() + shift
-        masked = scores < MASKED_BELOW
-        standard = padded_to(scores.masked_fill(masked, -torch.inf), self._keys, -torch.inf, dim=-1)
+        masked = logits[..., :width] < MASKED_BELOW
+        shift = self._shift(call, sink, masked) if self._family.sink == "column" else torch.zeros(())
+        scores = (logits[..., :width].float() + shift).masked_fill(masked, -torch.inf)
+        standard = padded_to(scores, self._keys, -torch.inf, dim=-1)
         changed = self._see(f"attention_scores{self._suffix(call)}", standard)
         if changed is standard:
             return logits, None
         scores = changed[..., -width:].masked_fill(masked, -torch.inf)
-        dead = torch.isneginf(scores).all(-1, keepdim=True) if not sink.shape[-1] else None
+        dead = None if sink.shape[-1] else torch.isneginf(scores).all(-1, keepdim=True)
         return torch.cat([(scores - shift).to(logits.dtype), sink], dim=-1), dead
+
+    def _shift(self, call: Call, sink: Tensor, masked: Tensor) -> Tensor:
+        """What was taken off each row before its softmax: known from the sink, or else the maximum, found again."""
+        if sink.shape[-1]:
+            return call.module.sinks.reshape(1, -1, 1, 1) - sink
+        assert call.queries is not None and call.keys is not None and call.scale is not None
+        keys = call.keys.repeat_interleave(call.queries.shape[1] // call.keys.shape[1], dim=1)
+        raw = call.queries @ keys.transpose(-1, -2) * call.scale
+        return raw.masked_fill(masked, -torch.inf).amax(-1, keepdim=True)
 
     def _see_pattern(self, call: Call, logits: Tensor, pattern: Tensor) -> Tensor:
         assert call.keys is not None
@@ -280,6 +285,16 @@ class AttentionTap:
             return pattern
         rows = changed[..., -width:].masked_fill(logits[..., :width] < MASKED_BELOW, 0.0)
         return torch.cat([rows.to(pattern.dtype), pattern[..., width:]], dim=-1)
+
+    def _see_scaled_pattern(self, call: Call, logits: Tensor, edited: Tensor, pattern: Tensor) -> Tensor:
+        """A sink that scales what the head writes is a sink in the softmax: its share is off the pattern too.
+
+        The model scales by what it saw before any edit, so an edited pattern is handed back without that.
+        """
+        now, before = (sink_share(call.module.sinks, x) for x in (edited, logits))
+        seen = pattern * now
+        changed = self._see_pattern(call, logits, seen)
+        return pattern if changed is seen and edited is logits else changed / before
 
     def _premix(self, x: Tensor) -> Tensor:
         call = self._call
@@ -312,3 +327,8 @@ class AttentionTap:
             self._see_cached(call, "")
         sinks = getattr(call.module, "sinks", None)
         self.facts[call.layer] = Facts(call.scale, call.softcap, sinks)
+
+
+def sink_share(sinks: Tensor, logits: Tensor) -> Tensor:
+    """What a sink [H] leaves of each row of `logits` [1, H, t, k]: sum(exp(row)) / (sum(exp(row)) + exp(sink))."""
+    return (logits.float().logsumexp(-1, keepdim=True) - sinks.float().reshape(1, -1, 1, 1)).sigmoid()

@@ -5,10 +5,13 @@ hundreds of times larger than the rest. So each token's row, and each query's ro
 own largest value.
 """
 
+from collections.abc import Sequence
 from math import inf
 
 import torch
 from torch import Tensor
+
+from tests.reference.record import Step
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Per row, relative to the row's largest value."""
@@ -96,6 +99,23 @@ def assert_close(
         f"{where}{name}: row {worst} of {len(errors)} is {errors[worst]:.2e} from the reference, "
         f"{far} rows are further than {tolerance:g}{holes}"
     )
+
+
+def assert_records_close(
+    got: Sequence[Step], want: Sequence[Step], names: Sequence[str], *, tolerance: float = 1e-4, alibi: bool = False
+) -> None:
+    """`assert_close` for each of `names`, at every step and in every layer where the reference has it."""
+    assert len(got) == len(want), f"{len(got)} steps, the reference has {len(want)}"
+    for mine, theirs in zip(got, want, strict=True):
+        for name in names:
+            for layer in (None, *range(len(theirs.layers))):
+                expected = theirs.get(name, layer)
+                if expected is None:
+                    continue
+                where = f"step {theirs.index}, layer {layer}, " if layer is not None else f"step {theirs.index}, "
+                value = mine.get(name, layer)
+                assert value is not None, f"{where}{name}: missing"
+                assert_close(value, expected, name, tolerance=tolerance, alibi=alibi, where=where)
 
 
 def _holes(x: Tensor) -> Tensor:

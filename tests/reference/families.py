@@ -31,6 +31,8 @@ class Family:
             attention that does its own maths.
         keys_at: where this step's keys and values are as the attention receives them: entering the cache, or at the
             interface, where the cache holds latents or the calls differ.
+        sink: how a sink (`module.sinks`, [H]) joins the softmax: as one more column, each row's maximum taken off before;
+            or afterwards, scaling what the head writes. Layers of one family may have sinks or none.
         active_stream: which of several parallel streams is the residual stream (AltUp).
     """
 
@@ -56,6 +58,7 @@ class Family:
     queries_at: str = "interface"
     keys_at: Literal["cache", "interface"] = "cache"
     calls: int = 1
+    sink: Literal["none", "column", "scale"] = "none"
     active_stream: int | None = None
 
 
@@ -107,10 +110,10 @@ FAMILIES: dict[str, Family] = {
     "gemma": _LLAMA,
     "phi3": _LLAMA,
     "smollm3": _LLAMA,
-    "mimo_v2_flash": _LLAMA,
+    "mimo_v2_flash": Family(sink="column"),
     "granite": _LLAMA,
-    "granite_swa": _LLAMA,
-    "gpt_oss": Family(router="mlp.router"),
+    "granite_swa": Family(sink="scale"),
+    "gpt_oss": Family(router="mlp.router", sink="column"),
     "starcoder2": Family(down_projection="mlp.c_proj"),
     "qwen3_next": Family(mixer="linear_attn"),
     "deepseek_v3": Family(
@@ -137,9 +140,7 @@ FAMILIES: dict[str, Family] = {
     "cohere": _PARALLEL,
     "cohere2": _PARALLEL,
     "stablelm": _LLAMA,
-    "phi": replace(
-        _PARALLEL, final_norm="model.final_layernorm", output_projection="dense", down_projection="mlp.fc2"
-    ),
+    "phi": replace(_PARALLEL, final_norm="model.final_layernorm", output_projection="dense", down_projection="mlp.fc2"),
     "dbrx": Family(
         blocks="transformer.blocks",
         final_norm="transformer.norm_f",

@@ -34,7 +34,9 @@ def calls(values: Mapping[str, Tensor]) -> tuple[str, ...]:
     """The suffixes under which a layer's attention is recorded: none, one, or one per call."""
     if "attention_scores" in values:
         return ("",)
-    return tuple(sorted(name.removeprefix("attention_scores") for name in values if name.startswith("attention_scores/")))
+    return tuple(
+        sorted(name.removeprefix("attention_scores") for name in values if name.startswith("attention_scores/"))
+    )
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:

@@ -48,23 +48,33 @@ def keep(_layer: int | None, _name: str, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def record(model: PreTrainedModel, name: str, prompt_ids: Tensor, steps: int, *, edit: Visit = keep) -> list[Step]:
+def record(
+    model: PreTrainedModel,
+    name: str,
+    prompt_ids: Tensor,
+    steps: int,
+    *,
+    edit: Visit = keep,
+    first_position: int = 0,
+) -> list[Step]:
     """Run `prompt_ids` [1, t] alone for `steps` forwards; no token ends it early.
 
     `name` is a zoo name or a `model_type`. What `edit` answers is put into the model, and is what is recorded.
+    `first_position` is the position id of the first token: a mistake, unless it is 0.
     """
     if model.config._attn_implementation != "eager":
         raise ValueError(f"the reference is eager attention, and this model runs {model.config._attn_implementation!r}")
-    return list(Recording(model, family_of(model, name), edit).run(prompt_ids, steps))
+    return list(Recording(model, family_of(model, name), edit, first_position).run(prompt_ids, steps))
 
 
 class Recording:
     """A model with the hooks of its family, and what they have seen in this step."""
 
-    def __init__(self, model: PreTrainedModel, family: Family, edit: Visit) -> None:
+    def __init__(self, model: PreTrainedModel, family: Family, edit: Visit, first_position: int) -> None:
         self._model = model
         self._family = family
         self._edit = edit
+        self._first_position = first_position
         self._blocks = blocks_of(model, family)
         self._tap = AttentionTap(family, self._visit)
         self._root: dict[str, Tensor] = {}
@@ -90,7 +100,7 @@ class Recording:
         keys = int(positions[-1]) + 1
         self._tap.begin(tokens=len(positions), keys=keys)
         accepted = inspect.signature(self._model.forward).parameters
-        optional = {"position_ids": positions[None], "logits_to_keep": 1}
+        optional = {"position_ids": positions[None] + self._first_position, "logits_to_keep": 1}
         logits = self._model(
             input_ids=input_ids,
             attention_mask=torch.ones(1, keys, dtype=torch.long),
