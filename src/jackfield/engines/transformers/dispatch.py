@@ -1,0 +1,98 @@
+"""Listening to transformers' attention interface while a run wants attention values.
+
+Models look their attention function up by name at each call, in a table (`ALL_ATTENTION_FUNCTIONS`). For the time of
+a run the table's look-up is wrapped: what it gives for this run's attention modules tells the tap first. The model's
+configuration, its masks and every branch that compares the implementation's name stay as they are, and what runs is
+what the model would have run. Modules of other models, and of other threads, get exactly what they asked for.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+AttentionFunction = Callable[..., tuple[Tensor, Any]]
+
+
+class Dispatched(Protocol):
+    """What a run does with a call of the interface."""
+
+    def dispatch(
+        self, function: AttentionFunction, implementation: str | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Any]: ...
+
+
+class Switchboard:
+    """The taps of every run in this process, and the wrapped tables. One per process; it holds nothing between runs."""
+
+    def __init__(self) -> None:
+        self._taps: dict[nn.Module, Dispatched] = {}
+        self._tables: dict[int, tuple[AttentionInterface, int]] = {}
+        self._lock = threading.Lock()
+
+    def connect(self, taps: Mapping[nn.Module, Dispatched]) -> None:
+        """Hears the calls of these modules, until `disconnect`."""
+        with self._lock:
+            self._taps.update(taps)
+            for table in _tables(taps):
+                count = self._tables.get(id(table), (table, 0))[1]
+                if count == 0:
+                    self._wrap(table)
+                self._tables[id(table)] = (table, count + 1)
+
+    def disconnect(self, taps: Mapping[nn.Module, Dispatched]) -> None:
+        """Hears them no longer."""
+        with self._lock:
+            for module in taps:
+                self._taps.pop(module, None)
+            for table in _tables(taps):
+                count = self._tables[id(table)][1] - 1
+                self._tables[id(table)] = (table, count)
+                if count == 0:
+                    del self._tables[id(table)]
+                    _unwrap(table)
+
+    def _wrap(self, table: AttentionInterface) -> None:
+        local = table._local_mapping
+        plain = type(table)()
+        plain._local_mapping = local
+
+        def get_interface(attn_implementation: str, default: AttentionFunction) -> AttentionFunction:
+            return self._heard(plain.get_interface(attn_implementation, default), attn_implementation)
+
+        # Code that indexes the table does not ask for eager there: its own function is called without a look-up.
+        table._local_mapping = {**local, **{name: self._heard(plain[name], name) for name in plain}}
+        table.__dict__.update(get_interface=get_interface, _jackfield_local_mapping=local)
+
+    def _heard(self, function: AttentionFunction, implementation: str | None) -> AttentionFunction:
+        taps = self._taps
+
+        def attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+            tap = taps.get(module)
+            if tap is None:
+                return function(module, *args, **kwargs)
+            return tap.dispatch(function, implementation, module, args, kwargs)
+
+        return attend
+
+
+def _unwrap(table: AttentionInterface) -> None:
+    del table.__dict__["get_interface"]
+    table._local_mapping = table.__dict__.pop("_jackfield_local_mapping")
+
+
+def _tables(taps: Mapping[nn.Module, Dispatched]) -> list[AttentionInterface]:
+    """The tables that the code of these modules looks functions up in."""
+    names = {base.__module__ for module in taps for base in type(module).__mro__ if base is not object}
+    found: dict[int, AttentionInterface] = {}
+    for name in names:
+        for item in vars(sys.modules[name]).values() if name in sys.modules else ():
+            if isinstance(item, AttentionInterface):
+                found[id(item)] = item
+    return list(found.values())
+
+
+SWITCHBOARD = Switchboard()  # the tables are the process's, and so is what counts who listens to them

@@ -1,0 +1,269 @@
+"""transformers in this process: the default engine."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from jackfield.engines.engine import Engine, Facts, Outcome, Request
+from jackfield.engines.request import Completion, FinishReason, Sampling, admit
+from jackfield.engines.transformers.alibi import alibi_slopes
+from jackfield.engines.transformers.anatomy import read_anatomy
+from jackfield.engines.transformers.channels import OpInputsChannel, OpOutputChannel, RawChannel
+from jackfield.engines.transformers.decode import Layout, Row, decode
+from jackfield.engines.transformers.lens import Lens
+from jackfield.engines.transformers.loading import limits, load
+from jackfield.engines.transformers.run import RAW_NAMES, Abandoned, Run
+from jackfield.engines.transformers.serving import Serving
+from jackfield.errors import EngineDied, InvalidRequest, TracingError, UnknownValue, near
+from jackfield.interleave.step import Rows
+from jackfield.interleave.worker import Channel, Worker
+from jackfield.trace.tracer import Tracer
+from jackfield.values.anatomy import AttentionAnatomy, Missing
+from jackfield.values.families.family import Family
+from jackfield.values.interface import AttentionFuser
+from jackfield.values.layer import Layer, part_at
+from jackfield.values.part import Part
+
+QUERY_HEADS = ("attention_keys", "attention_keys_prerotary", "attention_values", "attention_cached_keys", "attention_cached_values")
+
+
+class TransformersEngine(Engine):
+    """A transformers model, run by its own `generate`."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        family: Family | None = None,
+        max_num_seqs: int = 8,
+        **options: Any,
+    ) -> None:
+        if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, int) or max_num_seqs < 1:
+            raise InvalidRequest(f"max_num_seqs={max_num_seqs!r}: it is how many prompts run in one batch, an int from 1.")
+        loaded, self.tokenizer = load(model, dtype=dtype, device=device, **options)
+        self.max_num_seqs = max_num_seqs
+        self.config = loaded.config
+        self.anatomy = read_anatomy(loaded, family)
+        self.serving = Serving(loaded, self.anatomy)
+        self.facts = _facts(loaded, self.anatomy.layers)
+        self._model: PreTrainedModel | None = loaded
+        self._lens = Lens(loaded, self.anatomy)
+        self._parts: dict[str, Part] = {}
+        self._raw: dict[tuple[str, str], Channel] = {}
+        self._run: Run | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The transformers model; EngineDied after `close`."""
+        if self._model is None:
+            raise EngineDied("This model was closed; load it again with jackfield.Model(...).")
+        return self._model
+
+    def close(self) -> None:
+        self._model = None
+
+    # -- running
+
+    def admit(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+        admit(prompt_token_ids, sampling, limits(self.model.config))
+
+    def batches(self, requests: Iterator[Request]) -> Iterator[list[Request]]:
+        """At most max_num_seqs at a time; a block that uses raw places runs alone, since nothing can be cut for it."""
+        batch: list[Request] = []
+        for request in requests:
+            alone = request.block is not None and bool(request.block.names & RAW_NAMES)
+            if batch and (alone or len(batch) == self.max_num_seqs):
+                yield batch
+                batch = []
+            batch.append(request)
+            if alone:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        if Worker.current() is not None:
+            raise TracingError("A trace cannot run inside a block: the model is busy with this one.")
+        with self._lock:
+            return _Execution(self, requests).run()
+
+    # -- serving
+
+    def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
+        return self._lens.project(x, norm=norm)
+
+    def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel:
+        return self.serving.channel(name, layer, call)
+
+    def raw_channel(self, path: str, port: str) -> Channel:
+        key = (path, port)
+        if key not in self._raw:
+            self._raw[key] = self._op_channel(path, port) or RawChannel(path, port)
+        return self._raw[key]
+
+    def _op_channel(self, path: str, port: str) -> Channel | None:
+        """The virtual child `attn` of an attention module."""
+        for layer in self.anatomy.layers:
+            attention = layer.attention
+            if isinstance(attention, AttentionAnatomy) and path == f"{attention.path}.attn":
+                return (OpOutputChannel if port == "output" else OpInputsChannel)(attention.path, 0, path)
+        return None
+
+    def step_value(self, name: str, worker: Worker) -> Tensor:
+        assert self._run is not None and self._run.input_ids is not None
+        rows = worker.rows
+        return self._run.input_ids[rows.index : rows.index + 1, rows.tokens(worker.step)].clone()
+
+    def heads(self, name: str, layer: int) -> int:
+        attention = self.attention(layer)
+        return attention.num_kv_heads if name in QUERY_HEADS else attention.num_heads
+
+    def attention(self, layer: int) -> AttentionAnatomy:
+        return self.serving.attention(layer)
+
+    def sinks(self, layer: int) -> Tensor | None:
+        module = self.module(self.attention(layer).path)
+        fuser = AttentionFuser.match(None, module)
+        return None if fuser is None else fuser.sinks(module)
+
+    def alibi_slopes(self, layer: int) -> Tensor | None:
+        return alibi_slopes(self.model, self.module(self.attention(layer).path), self.attention(layer).num_heads)
+
+    def module(self, path: str) -> nn.Module:
+        try:
+            return self.model.get_submodule(path)
+        except AttributeError:
+            known = [name for name, _ in self.model.named_modules()]
+            raise UnknownValue(f"There is no module {path!r} in this model.{near(path, known)}") from None
+
+    def part(self, path: str) -> Part:
+        if path not in self._parts:
+            self.module(path)
+            self._parts[path] = part_at(self, self.anatomy, path)
+        return self._parts[path]
+
+    def layer_part(self, layer: int) -> Part:
+        return Layer(self, self.anatomy.layers[layer].path, layer)
+
+    def sublayer_path(self, layer: int, which: str) -> str:
+        anatomy = self.anatomy.layers[layer]
+        return (anatomy.attention_path if which == "attention" else anatomy.mlp_path) or anatomy.path
+
+    def support(self, layer: int | None) -> Mapping[str, str | None]:
+        if layer is not None and not 0 <= layer < len(self.anatomy.layers):
+            raise UnknownValue(f"There is no layer {layer!r}: layers are 0 to {len(self.anatomy.layers) - 1}.")
+        return self.serving.support(layer)
+
+
+class _Execution:
+    """One call of `execute`: its rows, their workers, and the run that decoding has begun. decode's Control."""
+
+    def __init__(self, engine: TransformersEngine, requests: Sequence[Request]) -> None:
+        self.engine, self.requests = engine, requests
+        self.rows = [(request, row) for request in requests for row in Row(request.prompt_token_ids, request.sampling).samples()]
+        self.workers: dict[int, Worker] = {}
+        self.tracers: dict[int, Tracer] = {}
+        self.run_: Run | None = None
+
+    def run(self) -> list[Outcome]:
+        engine = self.engine
+        traced = any(request.block is not None for request in self.requests)
+        try:
+            completions = decode(engine.model, engine.tokenizer, [row for _, row in self.rows], self if traced else None)
+        except Abandoned:
+            completions = [_abandoned(row) for _, row in self.rows]
+        finally:
+            self._close()
+        return self._outcomes(completions)
+
+    # -- decode's Control
+
+    def begin(self, layout: Layout) -> None:
+        """A group of rows is about to run together."""
+        self._close()
+        group = [self._worker(row, index, pad, len(layout.rows)) for index, (row, pad) in enumerate(zip(layout.rows, layout.pads, strict=True))]
+        workers = [worker for worker in group if worker is not None]
+        names = frozenset[str]().union(*(request.block.names for request in self.requests if request.block is not None))
+        width = len(self.rows[layout.rows[0]][1].prompt_token_ids) + layout.pads[0]
+        engine = self.engine
+        self.run_ = engine._run = Run(engine.model, engine.anatomy, workers, width, names)
+        self.run_.start()
+
+    def finished(self, row: int) -> FinishReason | None:
+        """A reason to end a row after this step."""
+        worker = self.workers.get(row)
+        if worker is None:
+            return None
+        return "error" if worker.error is not None else "stopped" if worker.stopped else None
+
+    def ended(self, row: int) -> None:
+        """A row has its last token: its block sees no more steps."""
+        worker = self.workers.get(row)
+        if worker is not None and self.run_ is not None:
+            self.run_.interleaver.finish(worker)
+
+    def should_abort(self) -> bool:
+        """Whether every row is to end."""
+        return False
+
+    def _worker(self, row: int, index: int, pad: int, batch_size: int) -> Worker | None:
+        request, each = self.rows[row]
+        if request.block is None:
+            return None
+        worker = Worker(Rows(index, pad, len(each.prompt_token_ids)), batch_size)
+        tracer = Tracer(worker, self.engine.facts.device, getattr(request.prompt, "text", None), each.prompt_token_ids)
+        worker.owner, worker.finalize = self.engine, tracer.finalize
+        worker.body = request.block.bind(tracer, self.engine.facts.device, request.model)
+        self.workers[row], self.tracers[row] = worker, tracer
+        return worker
+
+    def _close(self) -> None:
+        if self.run_ is not None:
+            run, self.run_, self.engine._run = self.run_, None, None
+            run.close()
+
+    def _outcomes(self, completions: Sequence[Completion]) -> list[Outcome]:
+        outcomes = [Outcome() for _ in self.requests]
+        owner = [number for number, request in enumerate(self.requests) for _ in range(request.sampling.n)]
+        for row, completion in enumerate(completions):
+            outcome, worker, tracer = outcomes[owner[row]], self.workers.get(row), self.tracers.get(row)
+            error = worker.error if worker is not None else None
+            outcome.completions.append(replace(completion, finish_reason="error") if error is not None else completion)
+            outcome.saved.append(tracer.saved if tracer is not None and error is None else {})
+            outcome.returned.append(worker.returned if worker is not None else None)
+            outcome.errors.append(error)
+            if worker is not None:
+                worker.error = worker.returned = None
+        return outcomes
+
+
+def _abandoned(row: Row) -> Completion:
+    return Completion(list(row.prompt_token_ids), [], "", "error")
+
+
+def _facts(model: PreTrainedModel, layers: Sequence[Any]) -> Facts:
+    config = model.config.get_text_config()
+    attention = next((layer.attention for layer in layers if not isinstance(layer.attention, Missing)), None)
+    intermediate = next(
+        (getattr(config, name) for name in ("intermediate_size", "ffn_dim", "n_inner") if isinstance(getattr(config, name, None), int)), 0
+    )
+    return Facts(
+        num_layers=len(layers),
+        num_heads=attention.num_heads if attention is not None else 0,
+        num_kv_heads=attention.num_kv_heads if attention is not None else 0,
+        head_dim=attention.d_head if attention is not None else 0,
+        hidden_size=config.hidden_size,
+        intermediate_size=intermediate,
+        vocab_size=config.vocab_size,
+        dtype=model.dtype,
+        device=model.device,
+    )

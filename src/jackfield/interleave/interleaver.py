@@ -1,0 +1,101 @@
+"""The meeting of blocks and a forward pass: who waits where, and what has gone by.
+
+An engine announces each step (`begin`, `end`) and each tensor that passes (`meet`). A worker that waits there runs on,
+in the engine's own thread, until it waits for the next. A slot with nobody waiting costs the engine one look.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jackfield.errors import NotReached
+from jackfield.interleave.site import Site
+from jackfield.interleave.worker import Slot, Worker
+
+
+class Interleaver:
+    """The workers of one batch beside one run of the engine."""
+
+    def __init__(self, workers: Iterable[Worker], open_slot: Callable[[Slot], None]) -> None:
+        self.step = -1
+        self._open_slot = open_slot
+        self.workers = tuple(workers)
+        self._slots: dict[Site, Slot] = {}
+        for worker in self.workers:
+            worker.interleaver = self
+
+    def slot(self, site: Site) -> Slot:
+        """The one Slot of a site."""
+        slot = self._slots.get(site)
+        if slot is None:
+            slot = self._slots[site] = Slot(site)
+        return slot
+
+    def open(self, slot: Slot) -> None:
+        """Has the engine look at a site from now on, since a block waits there."""
+        self._open_slot(slot)
+        slot.open = True
+
+    @property
+    def alive(self) -> bool:
+        """Whether a block is still running."""
+        return any(not worker.done for worker in self.workers)
+
+    def start(self) -> None:
+        """Runs every block up to what it first waits for."""
+        for worker in self.workers:
+            self._resume(worker, None)
+
+    def begin(self, step: int) -> None:
+        """A forward pass begins."""
+        self.step = step
+        for worker in self.workers:
+            if worker.done or worker.waiting_step != step:
+                continue
+            if worker.slot is None:
+                self._resume(worker, True)
+            else:
+                worker.slot.workers.append(worker)
+
+    def meet(self, slot: Slot, passing: Any) -> None:
+        """A tensor passes `slot`: each worker that waits there sees it. `passing` is the engine's own description."""
+        workers, slot.workers = slot.workers, []
+        for worker in workers:
+            self._resume(worker, passing)
+
+    def end(self) -> None:
+        """The forward pass is over: whoever still waits for something in it waited for what did not come."""
+        for slot in self._slots.values():
+            workers, slot.workers = slot.workers, []
+            for worker in workers:
+                self._throw(worker, NotReached(f"{worker.wanted} did not come in step {self.step}: the model ran without it."))
+
+    def finish(self, worker: Worker) -> None:
+        """The request has no more steps: its step loop ends, and a read of a later step is NotReached."""
+        while not worker.done:
+            if worker.slot is None:
+                self._resume(worker, False)
+            else:
+                message = f"{worker.wanted} was waited for in step {worker.waiting_step}, but the request ended after step {self.step}."
+                self._throw(worker, NotReached(message))
+
+    def close(self) -> None:
+        """Ends every block that is still running, wherever it is."""
+        for worker in self.workers:
+            worker.kill()
+            del worker.interleaver
+        self.workers = ()
+        self._slots.clear()
+
+    def _resume(self, worker: Worker, message: Any) -> None:
+        worker.resume(message)
+        self._attach(worker)
+
+    def _throw(self, worker: Worker, error: Exception) -> None:
+        worker.throw(error)
+        self._attach(worker)
+
+    def _attach(self, worker: Worker) -> None:
+        if worker.interrupt is not None:
+            raise worker.interrupt
+        if not worker.done and worker.slot is not None and worker.waiting_step == self.step:
+            worker.slot.workers.append(worker)

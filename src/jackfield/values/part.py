@@ -1,0 +1,136 @@
+"""A part of a model: what a name belongs to. It asks its engine where the value is, and the running block's worker for it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from jackfield.errors import EditMismatch, TracingError, UnknownValue, near
+from jackfield.interleave.reference import Reference
+from jackfield.interleave.worker import Channel, Selection, Worker
+from jackfield.values.anatomy import AttentionAnatomy
+from jackfield.values.value import Value
+
+Picks = int | slice | Sequence[int] | None
+
+
+class Server(Protocol):
+    """What the parts of a model ask of its engine."""
+
+    def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel: ...
+    def raw_channel(self, path: str, port: str) -> Channel: ...
+    def step_value(self, name: str, worker: Worker) -> Any: ...
+    def heads(self, name: str, layer: int) -> int: ...
+    def attention(self, layer: int) -> AttentionAnatomy: ...
+    def sinks(self, layer: int) -> Tensor | None: ...
+    def alibi_slopes(self, layer: int) -> Tensor | None: ...
+    def module(self, path: str) -> nn.Module: ...
+    def part(self, path: str) -> "Part": ...
+    def layer_part(self, layer: int) -> "Part": ...
+    def sublayer_path(self, layer: int, which: str) -> str: ...
+    def support(self, layer: int | None) -> Mapping[str, str | None]: ...
+
+
+class Part(Reference):
+    """Base of the model, its layers, their attention and MLP, and raw modules."""
+
+    __slots__ = ("_call", "_layer", "_path", "_server")
+
+    _server: Server
+    _path: str
+    _layer: int | None
+    _call: int | None
+
+    def __init__(self, server: Server, path: str, layer: int | None = None, call: int | None = None) -> None:
+        for name, item in (("_server", server), ("_path", path), ("_layer", layer), ("_call", call)):
+            object.__setattr__(self, name, item)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not hasattr(getattr(type(self), name, None), "__set__"):
+            raise UnknownValue(f"{self!r} has no value {name!r} to assign.{near(name, value_names(type(self)))}")
+        object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._path or '(root)'}>"
+
+    def read_value(self, value: Value, selection: Selection) -> Any:
+        """The value in the running block's step."""
+        worker = self._worker(value.name)
+        if value.each_step:
+            worker.await_step()
+            return self._server.step_value(value.name, worker)
+        return worker.read(self._server.channel(value.name, self._layer, self._call, worker.step), selection)
+
+    def write_value(self, value: Value, new: Any, selection: Selection) -> None:
+        """Writes `new` in the place of the value."""
+        if value.access == "r":
+            raise EditMismatch(f"{value.name} can be read only.")
+        worker = self._worker(value.name)
+        worker.write(self._server.channel(value.name, self._layer, self._call, worker.step), new, selection)
+
+    def _worker(self, name: str) -> Worker:
+        worker = Worker.current()
+        if worker is None:
+            raise TracingError(f"{name} has a value only while the model runs: read it inside `with model.trace(prompt) as t:`.")
+        if worker.owner is not self._server:
+            raise TracingError(f"{name} belongs to another model than the one this block runs beside.")
+        return worker
+
+
+class ValuePart(Part):
+    """A part that carries named values, whole or by rows and heads."""
+
+    __slots__ = ()
+
+    def read(self, name: str, *, heads: Picks = None, queries: Picks = None) -> Any:
+        """The rows `queries` and the heads `heads` of a value, computing those alone.
+
+        Both take an int, a slice or ints, and keep their axis: `read("attention_probabilities", heads=[3],
+        queries=[-1])` is [1, 1, 1, k]. `queries` counts this step's tokens. UnknownValue: no such name, head or token.
+        """
+        value = self._value(name)
+        return self.read_value(value, self._selection(value, heads, queries))
+
+    def write(self, name: str, new: Tensor, *, heads: Picks = None, queries: Picks = None) -> None:
+        """Writes `new`, of the shape that `read` with the same arguments gives. EditMismatch where it is not."""
+        value = self._value(name)
+        self.write_value(value, new, self._selection(value, heads, queries))
+
+    def support(self) -> Mapping[str, str | None]:
+        """For each name, None (available) or the reason it is not, on this layer."""
+        return self._server.support(self._layer)
+
+    def _value(self, name: str) -> Value:
+        value = getattr(type(self), name, None)
+        if not isinstance(value, Value):
+            raise UnknownValue(f"{self!r} has no value {name!r}.{near(name, value_names(type(self)))}")
+        return value
+
+    def _selection(self, value: Value, heads: Picks, tokens: Picks) -> Selection:
+        worker = self._worker(value.name)
+        picked: dict[str, tuple[int, ...] | None] = {"heads": None, "tokens": None}
+        if heads is not None:
+            if value.head_axis is None or self._layer is None:
+                raise UnknownValue(f"{value.name} has no head axis: its axes are [{value.axes}].")
+            picked["heads"] = _picked("head", heads, self._server.heads(value.name, self._layer))
+        if tokens is not None:
+            if value.token_axis is None:
+                raise UnknownValue(f"{value.name} has no token axis: its axes are [{value.axes}].")
+            picked["tokens"] = _picked("token", tokens, worker.rows.num_tokens(worker.step))
+        return Selection(**picked)
+
+
+def value_names(owner: type) -> list[str]:
+    """Every value that a class of parts answers for, its bases' included."""
+    return [name for base in owner.__mro__ for name, item in vars(base).items() if isinstance(item, Value)]
+
+
+def _picked(what: str, picks: int | slice | Sequence[int], size: int) -> tuple[int, ...]:
+    indices = range(size)[picks] if isinstance(picks, slice) else ([picks] if isinstance(picks, int) else list(picks))
+    for index in indices:
+        if isinstance(index, bool) or not isinstance(index, int) or not -size <= index < size:
+            raise UnknownValue(f"There is no {what} {index!r} here: {what}s are 0 to {size - 1}.")
+    chosen = tuple(index % size for index in indices)
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise UnknownValue(f"{what}s {list(indices)} were asked for; name at least one, and each once.")
+    return chosen
