@@ -9,6 +9,7 @@ order changes almost nothing; `heat` spreads the weights until each of them does
     ids = zoo.prompt("gemma2", 12)              # [1, 12]
 """
 
+import warnings
 from functools import cache
 from typing import (
     Any,  # configuration values are whatever each family's configuration class takes
@@ -105,12 +106,8 @@ del _SHARED_CACHE["tie_word_embeddings"]
 
 ZOO: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
-    "gpt2/inv": dict(
-        _GPT2, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=False
-    ),
-    "gpt2/upcast": dict(
-        _GPT2, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True
-    ),
+    "gpt2/inv": dict(_GPT2, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=False),
+    "gpt2/upcast": dict(_GPT2, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True),
     "gpt2/noscale": dict(_GPT2, n_layer=2, scale_attn_weights=False),
     "gpt_neox": dict(_MHA, rotary_pct=0.25, use_parallel_residual=True),
     "gpt_neo": {
@@ -176,9 +173,7 @@ ZOO: dict[str, dict[str, Any]] = {
         new_decoder_architecture=False,
         alibi=False,
     ),
-    "falcon/40b": dict(
-        _FALCON, num_kv_heads=2, new_decoder_architecture=True, alibi=False
-    ),
+    "falcon/40b": dict(_FALCON, num_kv_heads=2, new_decoder_architecture=True, alibi=False),
     "falcon/rw": dict(
         _FALCON,
         multi_query=False,
@@ -192,9 +187,7 @@ ZOO: dict[str, dict[str, Any]] = {
     "llama/mqa": dict(_GQA, num_key_value_heads=1),
     "llama/8h": dict(_GQA, num_attention_heads=8, head_dim=16),
     "mistral": dict(_GQA, sliding_window=8),
-    "mixtral": dict(
-        _GQA, sliding_window=None, num_local_experts=4, num_experts_per_tok=2
-    ),
+    "mixtral": dict(_GQA, sliding_window=None, num_local_experts=4, num_experts_per_tok=2),
     "qwen2": dict(_GQA, use_sliding_window=True, sliding_window=8, max_window_layers=2),
     "qwen3": dict(_GQA, head_dim=32),
     "qwen3_moe": dict(
@@ -239,17 +232,11 @@ ZOO: dict[str, dict[str, Any]] = {
         layer_types=_SF * 2,
     ),
     "deepseek_v3": dict(_DEEPSEEK, q_lora_rank=24, first_k_dense_replace=1),
-    "deepseek_v3/yarn": dict(
-        _DEEPSEEK, q_lora_rank=None, first_k_dense_replace=4, rope_parameters=_YARN
-    ),
+    "deepseek_v3/yarn": dict(_DEEPSEEK, q_lora_rank=None, first_k_dense_replace=4, rope_parameters=_YARN),
     "starcoder2": dict(_GQA, sliding_window=8, use_bias=True),
-    "stablelm": dict(
-        _GQA, partial_rotary_factor=0.25, use_parallel_residual=True, qk_layernorm=True
-    ),
+    "stablelm": dict(_GQA, partial_rotary_factor=0.25, use_parallel_residual=True, qk_layernorm=True),
     "glm4": dict(_GQA, head_dim=16, partial_rotary_factor=0.5),
-    "exaone4": dict(
-        _GQA, sliding_window=8, sliding_window_pattern=4, layer_types=_SSSF
-    ),
+    "exaone4": dict(_GQA, sliding_window=8, sliding_window_pattern=4, layer_types=_SSSF),
     "smollm3": dict(_GQA, no_rope_layers=[1, 1, 1, 0], no_rope_layer_interval=4),
     "llama4_text": {
         "vocab_size": VOCAB,
@@ -392,29 +379,23 @@ def build(
 
 
 @cache
-def _shared(
-    name: str, attn: str, dtype: torch.dtype, seed: int, hot: bool
-) -> PreTrainedModel:
+def _shared(name: str, attn: str, dtype: torch.dtype, seed: int, hot: bool) -> PreTrainedModel:
     return _build(name, attn, dtype, seed, hot, {})
 
 
-def _build(
-    name: str, attn: str, dtype: torch.dtype, seed: int, hot: bool, over: dict[str, Any]
-) -> PreTrainedModel:
+def _build(name: str, attn: str, dtype: torch.dtype, seed: int, hot: bool, over: dict[str, Any]) -> PreTrainedModel:
     """Weights are drawn and heated in float32, so that every dtype is a rounding of the same model."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config(name, **over), attn_implementation=attn, dtype=torch.float32
-        )
+        # Some modeling files use what torch deprecates, at import: not ours to fix, and warnings are errors in tests.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = AutoModelForCausalLM.from_config(config(name, **over), attn_implementation=attn, dtype=torch.float32)
     model.requires_grad_(False)
     return (heat(model) if hot else model).to(dtype).eval()
 
 
 @torch.no_grad()
-def heat(
-    model: PreTrainedModel, query_key_gain: float = 8.0, seed: int = 1
-) -> PreTrainedModel:
+def heat(model: PreTrainedModel, query_key_gain: float = 8.0, seed: int = 1) -> PreTrainedModel:
     """Make attention peaked, norms and biases random, sinks large and sublayers loud, in place; returns the model."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -422,23 +403,17 @@ def heat(
     return model
 
 
-def _heat_parameter(
-    name: str, parameter: Tensor, query_key_gain: float, generator: torch.Generator
-) -> None:
+def _heat_parameter(name: str, parameter: Tensor, query_key_gain: float, generator: torch.Generator) -> None:
     def noise() -> Tensor:
         return torch.randn(parameter.shape, generator=generator)
 
-    if (parameter.ndim == 1 and "norm" in name) or (
-        ".ln_" in name and name.endswith("weight")
-    ):
+    if (parameter.ndim == 1 and "norm" in name) or (".ln_" in name and name.endswith("weight")):
         parameter.add_(0.3 * noise())
     elif parameter.ndim == 2 and any(part in name for part in _ATTENTION_INPUTS):
         parameter.mul_(query_key_gain)
     elif "sinks" in name:
         parameter.copy_(noise())
-    elif parameter.ndim == 2 and any(
-        part in name for part in (*_OTHER_WEIGHTS, "word_embeddings")
-    ):
+    elif parameter.ndim == 2 and any(part in name for part in (*_OTHER_WEIGHTS, "word_embeddings")):
         parameter.mul_(3)
     if name.endswith("bias"):
         parameter.add_(0.1 * noise())

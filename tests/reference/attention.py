@@ -125,7 +125,8 @@ class AttentionTap:
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
             call = self._call
-            assert call is not None and call.module is module
+            assert call is not None
+            assert call.module is module
             suffix = self._suffix(call)
             call.scale, call.softcap = kwargs.get("scaling"), kwargs.get("softcap")
             if self._family.keys_at == "interface" or not call.cached:
@@ -149,7 +150,8 @@ class AttentionTap:
         return x if changed is rows else torch.cat([x[:, :, : -self._tokens], changed], dim=2)
 
     def _see_cached(self, call: Call, suffix: str) -> None:
-        assert call.keys is not None and call.values is not None
+        assert call.keys is not None
+        assert call.values is not None
         self._see(f"attention_cached_keys{suffix}", padded_to(call.keys, self._keys, torch.nan, dim=2))
         self._see(f"attention_cached_values{suffix}", padded_to(call.values, self._keys, torch.nan, dim=2))
 
@@ -247,7 +249,7 @@ class AttentionTap:
             pattern = pattern if dead is None else pattern.masked_fill(dead, 0.0)
             if self._family.sink == "scale":
                 return self._see_scaled_pattern(call, logits, edited, pattern)
-            return self._see_pattern(call, logits, pattern)
+            return self._see_pattern(call, pattern)
 
         return tapped
 
@@ -263,7 +265,7 @@ class AttentionTap:
         changed = self._see(f"attention_scores{self._suffix(call)}", standard)
         if changed is standard:
             return logits, None
-        scores = changed[..., -width:].masked_fill(masked, -torch.inf)
+        scores = changed[..., -width:]
         dead = None if sink.shape[-1] else torch.isneginf(scores).all(-1, keepdim=True)
         return torch.cat([(scores - shift).to(logits.dtype), sink], dim=-1), dead
 
@@ -271,20 +273,21 @@ class AttentionTap:
         """What was taken off each row before its softmax: known from the sink, or else the maximum, found again."""
         if sink.shape[-1]:
             return call.module.sinks.reshape(1, -1, 1, 1) - sink
-        assert call.queries is not None and call.keys is not None and call.scale is not None
+        assert call.queries is not None
+        assert call.keys is not None
+        assert call.scale is not None
         keys = call.keys.repeat_interleave(call.queries.shape[1] // call.keys.shape[1], dim=1)
         raw = call.queries @ keys.transpose(-1, -2) * call.scale
         return raw.masked_fill(masked, -torch.inf).amax(-1, keepdim=True)
 
-    def _see_pattern(self, call: Call, logits: Tensor, pattern: Tensor) -> Tensor:
+    def _see_pattern(self, call: Call, pattern: Tensor) -> Tensor:
         assert call.keys is not None
         width = call.keys.shape[2]
         standard = padded_to(pattern[..., :width].float(), self._keys, 0.0, dim=-1)
         changed = self._see(f"attention_probabilities{self._suffix(call)}", standard)
         if changed is standard:
             return pattern
-        rows = changed[..., -width:].masked_fill(logits[..., :width] < MASKED_BELOW, 0.0)
-        return torch.cat([rows.to(pattern.dtype), pattern[..., width:]], dim=-1)
+        return torch.cat([changed[..., -width:].to(pattern.dtype), pattern[..., width:]], dim=-1)
 
     def _see_scaled_pattern(self, call: Call, logits: Tensor, edited: Tensor, pattern: Tensor) -> Tensor:
         """A sink that scales what the head writes is a sink in the softmax: its share is off the pattern too.
@@ -293,12 +296,13 @@ class AttentionTap:
         """
         now, before = (sink_share(call.module.sinks, x) for x in (edited, logits))
         seen = pattern * now
-        changed = self._see_pattern(call, logits, seen)
+        changed = self._see_pattern(call, seen)
         return pattern if changed is seen and edited is logits else changed / before
 
     def _premix(self, x: Tensor) -> Tensor:
         call = self._call
-        assert call is not None and call.queries is not None
+        assert call is not None
+        assert call.queries is not None
         standard = changed = x.unflatten(-1, (call.queries.shape[1], -1))
         if not call.attended:
             changed = self._see("attention_head_outputs", standard)
@@ -315,7 +319,9 @@ class AttentionTap:
 
     def _finish(self, call: Call) -> None:
         """The values that are only read."""
-        assert call.queries is not None and call.keys is not None and call.values is not None
+        assert call.queries is not None
+        assert call.keys is not None
+        assert call.values is not None
 
         def see(name: str, x: Tensor) -> None:
             self._visit(call.layer, name, x)

@@ -4,8 +4,10 @@ edited = edited_tokens(model, "llama", ids, "attention_output", 2, lambda x: 0 *
 edited.token_ids, edited.logits          # 4 tokens, [4, vocab]
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -37,6 +39,9 @@ WRITABLE: tuple[str, ...] = (
 )
 """What an edit can reach, in the order of the forward pass."""
 
+HIDDEN: Mapping[str, float] = MappingProxyType({"attention_scores": -inf, "attention_probabilities": 0.0})
+"""What stands where a query may not look."""
+
 OF_THE_MODEL: frozenset[str] = frozenset({"token_embeddings", "final_norm_output", "logits"})
 
 
@@ -51,7 +56,8 @@ class Edited:
 class Edit:
     """A visitor that changes one value. The function gets a copy in the contract's shape and returns what it becomes.
 
-    A result equal to what was there is not written, so that an edit that changes nothing changes no bit.
+    A result equal to what was there is not written, so that an edit that changes nothing changes no bit. What the mask
+    hides stays hidden, whatever is written to scores or pattern.
     """
 
     def __init__(self, value: str, layer: int | None, change: Callable[[Tensor], Tensor]) -> None:
@@ -59,22 +65,28 @@ class Edit:
         self._layer = layer
         self._change = change
         self._input: Tensor | None = None
+        self._masked: Tensor | None = None
         self.seen = 0
 
     def __call__(self, layer: int | None, name: str, x: Tensor) -> Tensor:
         if layer != self._layer:
             return x
-        if name == "layer_input":
-            x = self._apply(x) if self._value == name else x
-            self._input = x.clone()
-            return x
+        if name == "attention_scores":
+            self._masked = x.isneginf()
         if name == "attention_output" and self._value == "layer_mid":
-            return self._apply_to_middle(x)
-        return self._apply(x) if name == self._value else x
+            x = self._apply_to_middle(x)
+        elif name == self._value != "layer_mid":
+            x = self._apply(x)
+        if name == "layer_input":
+            self._input = x.clone()
+        return x
 
     def _apply(self, x: Tensor) -> Tensor:
         self.seen += 1
         changed = self._change(x.clone())
+        if self._value in HIDDEN:
+            assert self._masked is not None, "scores come before the pattern"
+            changed = changed.masked_fill(self._masked, HIDDEN[self._value])
         return x if torch.equal(changed, x) else changed
 
     def _apply_to_middle(self, attention_output: Tensor) -> Tensor:

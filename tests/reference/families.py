@@ -31,8 +31,8 @@ class Family:
             attention that does its own maths.
         keys_at: where this step's keys and values are as the attention receives them: entering the cache, or at the
             interface, where the cache holds latents or the calls differ.
-        sink: how a sink (`module.sinks`, [H]) joins the softmax: as one more column, each row's maximum taken off before;
-            or afterwards, scaling what the head writes. Layers of one family may have sinks or none.
+        sink: how a sink (`module.sinks`, [H]) joins the softmax: as one more column, each row's maximum taken off
+            before; or afterwards, scaling what the head writes. Layers of one family may have sinks or none.
         active_stream: which of several parallel streams is the residual stream (AltUp).
     """
 

@@ -16,18 +16,19 @@ from tests.reference.record import Step
 Pairs = Iterator[tuple[str, Tensor, Tensor]]
 """(name of the value, computed, recorded)."""
 
-BROKEN: Mapping[str, str] = MappingProxyType(
+BROKEN: Mapping[tuple[str, str], str] = MappingProxyType(
     {
-        "gemma3n_text": "AltUp predicts and corrects several streams around the sublayers, and mixes in per-layer inputs",
-        "gemma4_text": "the block adds a per-layer input after the MLP, then multiplies the whole stream",
+        ("contributions", "gemma3n_text"): "AltUp mixes several streams before and after the sublayers",
+        ("middles", "gemma3n_text"): "a learned residual of low rank joins the stream together with the attention",
+        ("contributions", "gemma4_text"): "the block adds a per-layer input after its MLP, and scales the whole stream",
     }
 )
-"""Families where a layer's input and its two contributions are not its output, and why."""
+"""(identity, family) where it does not hold, and why."""
 
 TWICE: Mapping[str, str] = MappingProxyType(
     {"diffllama": "it attends twice, subtracts lambda times the second from the first, and normalises"}
 )
-"""Families where pattern and values are right per call, and a head writes a combination of two calls."""
+"""Families where pattern and values agree in each call, and the layer writes a combination of two calls."""
 
 
 def calls(values: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -138,8 +139,3 @@ IDENTITIES: Mapping[str, Callable[[list[Step]], Pairs]] = MappingProxyType(
         "cache rows": cache_rows,
     }
 )
-
-
-def excused(identity: str, family: str) -> bool:
-    """Whether `family` is known to break `identity`."""
-    return identity in {"contributions", "middles"} and family in BROKEN

@@ -26,7 +26,7 @@ FUSED = ("query_key_value", "qkv_proj", "Wqkv", "c_attn")
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """All it takes to attend again: queries [1, H, t, d], every key and value so far, and what may be seen [1, H, t, k]."""
+    """All it takes to attend again: queries [1, H, t, d], keys and values so far, what may be seen [1, H, t, k]."""
 
     queries: Tensor
     keys: Tensor

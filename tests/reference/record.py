@@ -19,6 +19,10 @@ from tests.reference.stream import BlockHooks
 class Step:
     """The values of one forward. A name that the model has no value for is absent.
 
+    Keys and values have as many heads as the attention is given: Falcon's new architecture and multi-head latent
+    attention repeat theirs before. Cached ones are what it attends to in this step: a whole prompt, and afterwards
+    what a window has kept. Layers that attend twice number their calls: `attention_scores/0`, `attention_scores/1`.
+
     Attributes:
         index: 0 is the whole prompt, n the n-th generated token going back in.
         input_ids: [1, t].

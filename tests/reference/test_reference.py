@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from tests import zoo
 from tests.reference.compare import assert_close, assert_records_close, row_error, row_errors
 from tests.reference.edits import OF_THE_MODEL, WRITABLE, edited_record, edited_tokens
-from tests.reference.identities import IDENTITIES, excused
+from tests.reference.identities import BROKEN, IDENTITIES, TWICE, calls
 from tests.reference.mutants import MUTANTS, reattended, unchanged
 from tests.reference.record import Step, record
 
@@ -18,6 +18,10 @@ PROMPT_TOKENS = 12
 """More than the zoo's windows of 8, so that they drop keys in the prompt as well."""
 STEPS = 6
 EDITED = ("llama", "gpt2", "gemma2", "mixtral", "gpt_oss", "granite", "bloom", "olmo2", "qwen3_next", "granite_swa")
+
+WITHOUT_ROTATION = {"gpt2", "gpt_bigcode", "gpt_neo", "opt", "bloom", "mpt"}
+SCALED_BY_ROTATION = {"gpt_oss", "llama4_text"}
+"""YaRN changes lengths, and Llama 4 normalises after it rotates."""
 
 each_model = pytest.mark.parametrize("name", zoo.NAMES)
 each_edited_model = pytest.mark.parametrize("name", EDITED)
@@ -39,7 +43,7 @@ def everything_so_far(name: str, step: int) -> Tensor:
 
 
 @each_model
-def test_generates_what_generate_does_bit_by_bit(name: str) -> None:
+def test_generates_what_generate_does(name: str) -> None:
     ids = zoo.prompt(name, PROMPT_TOKENS)
     generated = zoo.build(name).generate(
         ids,
@@ -53,7 +57,8 @@ def test_generates_what_generate_does_bit_by_bit(name: str) -> None:
     tokens = generated.sequences[0, PROMPT_TOKENS:].tolist()
     assert tokens == [step.next_token for step in right(name)]
     for logits, step in zip(generated.logits, right(name), strict=True):
-        assert torch.equal(logits, step.root["logits"][0])
+        # Not bit by bit: a CPU's matmul depends on where its operands lie in memory.
+        assert_close(step.root["logits"], logits[None], "logits", tolerance=1e-6)
 
 
 @each_model
@@ -108,12 +113,17 @@ def _assert_last_row(got: Tensor, whole: Tensor, value: str) -> None:
 @each_model
 @pytest.mark.parametrize("identity", IDENTITIES)
 def test_identities_hold(name: str, identity: str) -> None:
-    broken = excused(identity, zoo.family(name))
     errors = [row_error(computed, recorded, value) for value, computed, recorded in IDENTITIES[identity](right(name))]
-    if broken:
+    if (identity, zoo.family(name)) in BROKEN:
         assert max(errors) > 1e-2, f"{name} is said to break {identity!r}, and does not"
     else:
         assert max(errors, default=0.0) <= 2e-6
+
+
+@each_model
+def test_layers_that_attend_twice_number_their_calls(name: str) -> None:
+    suffixes = {calls(values) for values in right(name)[0].layers if "attention_premix" in values}
+    assert suffixes == ({("/0", "/1")} if zoo.family(name) in TWICE else {("",)})
 
 
 @each_model
@@ -126,17 +136,13 @@ def test_rotation_leaves_position_zero_alone(name: str) -> None:
             after = values.get(f"attention_{value}", values.get(f"attention_{value}/0"))
             if before is None or after is None:
                 continue
-            if not _scaled_after_rotation(name):
-                assert_close(before[:, :, :1], after[:, :, :1], f"attention_{value}", tolerance=1e-5)
+            first_before, first_after = before[:, :, :1], after[:, :, :1]
+            if zoo.family(name) == "deepseek_v3":  # it rotates pairs of neighbours, and lays them out as two halves
+                first_before, first_after = first_before.sort().values, first_after.sort().values
+            if name not in SCALED_BY_ROTATION:
+                assert_close(first_before, first_after, f"attention_{value}", tolerance=1e-5)
             turned.add(not torch.allclose(before, after, rtol=1e-4))
-    assert (True in turned) == (
-        zoo.family(name) not in {"gpt2", "gpt_bigcode", "gpt_neo", "opt", "bloom", "mpt"} and name != "falcon/rw"
-    )
-
-
-def _scaled_after_rotation(name: str) -> bool:
-    """YaRN multiplies lengths by a factor of its own, and Llama 4 normalises after it rotates."""
-    return name in {"llama4_text", "gpt_oss"}
+    assert (True in turned) == (zoo.family(name) not in WITHOUT_ROTATION and name != "falcon/rw")
 
 
 @pytest.mark.parametrize("name", ["smollm3", "cohere2", "llama"])
@@ -252,23 +258,30 @@ BREAKS = {
 
 
 def _places(name: str) -> list[tuple[str, int | None]]:
-    """Each value that can be edited, in the last layer but one that has it."""
+    """Each value that can be edited, in the last layer but one that has it, or its only one."""
     layers = right(name)[0].layers
-    having = {value: [i for i, values in enumerate(layers) if value in values] for value in WRITABLE}
-    return [
-        (v, None) if v in OF_THE_MODEL else (v, having[v][:-1][-1] if having[v][1:] else having[v][0])
-        for v in WRITABLE
-        if v in OF_THE_MODEL or having[v]
-    ]
+    places: list[tuple[str, int | None]] = []
+    for value in WRITABLE:
+        having = [i for i, values in enumerate(layers) if value in values]
+        if value in OF_THE_MODEL:
+            places.append((value, None))
+        elif having:
+            places.append((value, having[-2:][0]))
+    return places
 
 
+def _attending_layer(name: str) -> int:
+    return next(layer for value, layer in _places(name) if value == "attention_scores" and layer is not None)
+
+
+@pytest.mark.slow
 @each_edited_model
 def test_edits_reach_the_next_reader(name: str) -> None:
     model, ids = zoo.build(name), zoo.prompt(name, PROMPT_TOKENS)
     for value, layer in _places(name):
         noise = torch.Generator().manual_seed(0)
         edited = edited_record(
-            model, name, ids, value, layer, lambda x, g=noise: x + 0.3 * torch.rand(x.shape, generator=g), 3
+            model, name, ids, value, layer, lambda x, g=noise: x + 0.3 * torch.rand(x.shape, generator=g), 2
         )
         assert not torch.equal(edited[0].root["logits"], right(name)[0].root["logits"]), value
         for identity in IDENTITIES.keys() - BREAKS.get(value, set()):
@@ -286,14 +299,14 @@ def test_edits_that_change_nothing_change_no_bit(name: str) -> None:
 
 @each_edited_model
 def test_masked_keys_stay_masked_whatever_is_written(name: str) -> None:
-    layer = next(v for v in reversed(_places(name)) if v[0] == "attention_scores")[1]
+    layer = _attending_layer(name)
     model, ids = zoo.build(name), zoo.prompt(name, PROMPT_TOKENS)
     zeros = edited_record(model, name, ids, "attention_scores", layer, torch.zeros_like, 2)
     ones = edited_record(model, name, ids, "attention_probabilities", layer, torch.ones_like, 2)
-    for step, scored, weighed in zip(right(name), zeros, ones, strict=False):
-        masked = step.layers[layer]["attention_scores"].isneginf()
+    for scored, weighed in zip(zeros, ones, strict=True):
+        masked = weighed.layers[layer]["attention_scores"].isneginf()
         assert (scored.layers[layer]["attention_probabilities"][masked] == 0).all()
-        values = step.layers[layer]["attention_cached_values"].nan_to_num(nan=0.0)
+        values = weighed.layers[layer]["attention_cached_values"].nan_to_num(nan=0.0)
         heads = masked.shape[1]
         sums = (~masked).float() @ values.repeat_interleave(heads // values.shape[1], dim=1)
         assert_close(weighed.layers[layer]["attention_head_outputs"], sums.transpose(1, 2), "attention_head_outputs")
@@ -301,7 +314,7 @@ def test_masked_keys_stay_masked_whatever_is_written(name: str) -> None:
 
 @each_edited_model
 def test_rows_with_nothing_left_to_see_write_zeros(name: str) -> None:
-    layer = next(v for v in reversed(_places(name)) if v[0] == "attention_scores")[1]
+    layer = _attending_layer(name)
     model, ids = zoo.build(name), zoo.prompt(name, PROMPT_TOKENS)
     blind = edited_record(model, name, ids, "attention_scores", layer, lambda x: x - torch.inf, 2)
     for step in blind:
