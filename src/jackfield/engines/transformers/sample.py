@@ -10,9 +10,11 @@ round a second time. Quantisation makes the model a little worse than the one on
 import tempfile
 from importlib import metadata, util
 from pathlib import Path
+from typing import cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from jackfield.errors import MissingExtra
 from jackfield.settings import settings
@@ -77,7 +79,7 @@ def _write(source: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, quantization_config=dense, dtype=torch.float32
     )
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name))
     # The file does not say how long a text may be, and transformers then says 10**30.
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(folder)
