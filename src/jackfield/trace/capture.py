@@ -92,7 +92,7 @@ class Body:
         tracers = frozenset(name for name, value in seen.items() if tracer is not None and value is tracer)
         text = body_text(found, tracers)
         block = _lifted(text, seen, tracers | text.targets, frame)
-        return cls(block, Skip.of(frame, text.lines))
+        return cls(block, Skip.of(frame, text.target))
 
     def left(self, exception_type: type[BaseException] | None) -> bool:
         """To be called when the `with` is left: whether it was by our own skip, and the block is now to be run.

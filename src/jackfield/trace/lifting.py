@@ -13,7 +13,7 @@ from jackfield.trace.compiling import Place, function_code, own_copy, statements
 from jackfield.trace.mentions import global_names
 from jackfield.trace.saves import Saves
 from jackfield.trace.scope import Change, Scope
-from jackfield.trace.source import Definition, With, first_line, no_source, on_one_line
+from jackfield.trace.source import Definition, With, first_line, no_source
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,8 +118,6 @@ class _Refusals(ast.NodeVisitor):
             raise self._refused(node, "it is not the last item of its `with`: put it last")
         if target is not None and not isinstance(target, ast.Name):
             raise self._refused(target, f"its `with` binds {ast.unparse(target)}, which is not a plain name")
-        if on_one_line(node):
-            raise self._refused(node, "it stands on the line of its `with`: give it lines of its own")
         return target.id if target else None
 
     def walk(self, statements: Iterable[ast.AST]) -> None:

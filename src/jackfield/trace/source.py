@@ -7,6 +7,7 @@ old name, compiles to other names or constants on the same lines; that is refuse
 import ast
 import dis
 import functools
+import itertools
 import linecache
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -94,7 +95,7 @@ def _find_with(text: str, code: CodeType, filename: str, instruction: int, rewri
     for node, owner in _nodes(_parse(text), ast.With):
         item = _item(node, code, instruction)
         place = Place(filename, owner, code.co_flags)
-        if item is not None and (on_one_line(node) or _same_text(node.body, code, place, rewritten=rewritten)):
+        if item is not None and _same_text(node.body, code, place, rewritten=rewritten):
             return With(node, item, place)
     return None
 
@@ -165,23 +166,28 @@ def _inside(position: tuple[int | None, ...], node: ast.expr) -> bool:
 
 
 def _same_text(statements: list[ast.stmt], code: CodeType, place: Place, *, rewritten: bool) -> bool:
-    """Whether `statements` mention what `code` mentions on their lines. (pytest `rewritten` asserts mention more.)"""
-    lines = _comparable_lines(statements)
+    """Whether `statements` mention what `code` mentions where they stand. (pytest `rewritten` asserts mention more.)"""
     try:
-        text = mentions_by_line(statements_code(statements, code.co_name, (), place))
+        own = statements_code(statements, code.co_name, (), place)
     except SyntaxError:  # a `break` out of the block and the like: lifting refuses it with its line
         return True
-    text = {mention for mention in text if mention[0] in lines}
-    running = {mention for mention in mentions_by_line(code) if mention[0] in lines}
+    annotated = _annotated_lines(statements)
+    text, running = ({m for m in _mentioned(c, _extent(statements)) if m[0] not in annotated} for c in (own, code))
     return text <= running if rewritten else text == running
 
 
-def _comparable_lines(statements: list[ast.stmt]) -> set[int]:
-    """Without annotated assignments: only a module's code, or a class's, evaluates the annotation."""
-    inside = [node for statement in statements for node in ast.walk(statement)]
-    annotated = {node.lineno for node in inside if isinstance(node, ast.AnnAssign)}
-    last = statements[-1].end_lineno or statements[-1].lineno
-    return set(range(first_line(statements[0]), last + 1)) - annotated
+def _annotated_lines(statements: list[ast.stmt]) -> set[int]:
+    """Only the code of a module, or of a class, evaluates the annotation of a variable."""
+    inside = (node for statement in statements for node in ast.walk(statement))
+    return {
+        line for n in inside if isinstance(n, ast.AnnAssign) for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)
+    }
+
+
+def _extent(statements: list[ast.stmt]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Line and column at which `statements` begin and end."""
+    first, last = statements[0], statements[-1]
+    return (first_line(first), first.col_offset), (last.end_lineno or last.lineno, last.end_col_offset or 0)
 
 
 def first_line(statement: ast.stmt) -> int:
@@ -190,19 +196,22 @@ def first_line(statement: ast.stmt) -> int:
     return min([statement.lineno, *(decorator.lineno for decorator in decorators)])
 
 
-def on_one_line(node: ast.With) -> bool:
-    """Whether the body begins on a line of the `with` itself: it can be neither compared nor skipped by lines."""
-    return first_line(node.body[0]) <= max(item.context_expr.end_lineno or 0 for item in node.items)
-
-
-def mentions_by_line(code: CodeType) -> set[tuple[int | None, str]]:
-    """The names and constants that `code` and the functions inside it mention, with the lines of the mentions."""
-    found: set[tuple[int | None, str]] = set()
-    for instruction in dis.get_instructions(code):
-        line = instruction.positions.lineno if instruction.positions else None
-        found |= {(line, mention) for mention in _mentions(instruction, code)}
+def _mentioned(code: CodeType, extent: tuple[tuple[int, int], tuple[int, int]]) -> set[tuple[int, str]]:
+    """The names and constants that `code`, and the functions inside it, mention within `extent`, with their lines."""
+    found: set[tuple[int, str]] = set()
+    for instruction in _without_qualified_name(dis.get_instructions(code)):
+        place = instruction.positions
+        if place and place.lineno and extent[0] <= (place.lineno, place.col_offset or 0) <= extent[1]:
+            found |= {(place.lineno, mention) for mention in _mentions(instruction, code)}
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return found.union(*(mentions_by_line(constant) for constant in inner))
+    return found.union(*(_mentioned(constant, extent) for constant in inner))
+
+
+def _without_qualified_name(instructions: Iterable[dis.Instruction]) -> Iterator[dis.Instruction]:
+    """A class inside the block begins by setting its `__qualname__`, which tells where it stands."""
+    for instruction, following in itertools.pairwise(instructions):
+        if not (following.opname == "STORE_NAME" and following.argval == "__qualname__"):
+            yield instruction
 
 
 def _mentions(instruction: dis.Instruction, code: CodeType) -> set[str]:
