@@ -18,43 +18,26 @@ from typing import (
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 VOCAB = 128
 SPECIAL_IDS = 3
 """Ids 0, 1 and 2 pad, begin and end a sequence; prompts avoid them."""
 
 _MHA: dict[str, Any] = {
-    "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
 _GQA: dict[str, Any] = dict(_MHA, num_key_value_heads=2)
-_GPT2: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "n_embd": 64,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_GPT2: dict[str, Any] = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}
 _SSSF = ["sliding_attention"] * 3 + ["full_attention"]
 _SF = ["sliding_attention", "full_attention"]
 _FALCON: dict[str, Any] = {
-    "vocab_size": VOCAB,
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -111,7 +94,6 @@ ZOO: dict[str, dict[str, Any]] = {
     "gpt2/noscale": dict(_GPT2, n_layer=2, scale_attn_weights=False),
     "gpt_neox": dict(_MHA, rotary_pct=0.25, use_parallel_residual=True),
     "gpt_neo": {
-        "vocab_size": VOCAB,
         "hidden_size": 64,
         "num_layers": 4,
         "num_heads": 4,
@@ -120,33 +102,10 @@ ZOO: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 256,
         "intermediate_size": 96,
     },
-    "gptj": {
-        "vocab_size": VOCAB,
-        "n_embd": 64,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_positions": 256,
-        "rotary_dim": 8,
-    },
-    "gpt_bigcode": {
-        "vocab_size": VOCAB,
-        "n_embd": 64,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_positions": 256,
-        "multi_query": True,
-    },
-    "gpt_bigcode/noscale": {
-        "vocab_size": VOCAB,
-        "n_embd": 64,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_positions": 256,
-        "multi_query": True,
-        "scale_attn_weights": False,
-    },
+    "gptj": dict(_GPT2, rotary_dim=8),
+    "gpt_bigcode": dict(_GPT2, multi_query=True),
+    "gpt_bigcode/noscale": dict(_GPT2, multi_query=True, scale_attn_weights=False),
     "opt": {
-        "vocab_size": VOCAB,
         "hidden_size": 64,
         "ffn_dim": 96,
         "num_hidden_layers": 3,
@@ -155,10 +114,9 @@ ZOO: dict[str, dict[str, Any]] = {
         "word_embed_proj_dim": 48,
         "do_layer_norm_before": True,
     },
-    "bloom": {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 3, "n_head": 4},
-    "bloom/6h": {"vocab_size": VOCAB, "hidden_size": 96, "n_layer": 3, "n_head": 6},
+    "bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 4},
+    "bloom/6h": {"hidden_size": 96, "n_layer": 3, "n_head": 6},
     "mpt": {
-        "vocab_size": VOCAB,
         "d_model": 64,
         "n_layers": 3,
         "n_heads": 4,
@@ -238,29 +196,21 @@ ZOO: dict[str, dict[str, Any]] = {
     "glm4": dict(_GQA, head_dim=16, partial_rotary_factor=0.5),
     "exaone4": dict(_GQA, sliding_window=8, sliding_window_pattern=4, layer_types=_SSSF),
     "smollm3": dict(_GQA, no_rope_layers=[1, 1, 1, 0], no_rope_layer_interval=4),
-    "llama4_text": {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 32,
-        "intermediate_size_mlp": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 1,
-        "attention_chunk_size": 8,
-        "no_rope_layers": [1, 1, 1, 0],
-        "interleave_moe_layer_step": 2,
-        "attn_temperature_tuning": True,
-        "floor_scale": 4,
-        "attn_scale": 0.5,
-        "use_qk_norm": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    },
+    "llama4_text": dict(
+        _GQA,
+        intermediate_size=32,
+        intermediate_size_mlp=96,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        attention_chunk_size=8,
+        no_rope_layers=[1, 1, 1, 0],
+        interleave_moe_layer_step=2,
+        attn_temperature_tuning=True,
+        floor_scale=4,
+        attn_scale=0.5,
+        use_qk_norm=True,
+    ),
     "qwen3_next": dict(
         _GQA,
         head_dim=32,
@@ -309,7 +259,6 @@ ZOO: dict[str, dict[str, Any]] = {
         final_logit_softcapping=3.0,
     ),
     "dbrx": {
-        "vocab_size": VOCAB,
         "d_model": 64,
         "n_heads": 4,
         "n_layers": 3,
@@ -317,15 +266,7 @@ ZOO: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "codegen": {
-        "vocab_size": VOCAB,
-        "n_embd": 64,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_positions": 256,
-        "n_ctx": 256,
-        "rotary_dim": 8,
-    },
+    "codegen": dict(_GPT2, n_ctx=256, rotary_dim=8),
     "gemma4_text": dict(_SHARED_CACHE, global_head_dim=32),
 }
 """`model_type` or `model_type/variant`, and what its configuration class is called with."""
@@ -355,11 +296,9 @@ def family(name: str) -> str:
 
 def config(name: str, **over: Any) -> PretrainedConfig:
     """A new configuration; `over` replaces single settings."""
-    special_ids = {
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }  # some families' defaults are outside a vocabulary of 128
-    return AutoConfig.for_model(family(name), **(special_ids | ZOO[name] | over))
+    # Some families' own special ids are outside so small a vocabulary.
+    small = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
+    return AutoConfig.for_model(family(name), **(small | ZOO[name] | over))
 
 
 def build(
@@ -385,13 +324,22 @@ def _shared(name: str, attn: str, dtype: torch.dtype, seed: int, hot: bool) -> P
 
 def _build(name: str, attn: str, dtype: torch.dtype, seed: int, hot: bool, over: dict[str, Any]) -> PreTrainedModel:
     """Weights are drawn and heated in float32, so that every dtype is a rounding of the same model."""
+    model = _drawn(config(name, **over), attn, torch.float32, seed)
+    model = heat(model) if hot else model
+    if dtype == torch.float32:
+        return model
+    rounded = _drawn(config(name, **over), attn, dtype, seed)  # not `.to(dtype)`, which rounds rotary frequencies too
+    rounded.load_state_dict(model.state_dict())
+    return rounded
+
+
+def _drawn(settings: PretrainedConfig, attn: str, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(seed)
         # Some modeling files use what torch deprecates, at import: not ours to fix, and warnings are errors in tests.
         warnings.simplefilter("ignore", DeprecationWarning)
-        model = AutoModelForCausalLM.from_config(config(name, **over), attn_implementation=attn, dtype=torch.float32)
-    model.requires_grad_(False)
-    return (heat(model) if hot else model).to(dtype).eval()
+        model = AutoModelForCausalLM.from_config(settings, attn_implementation=attn, dtype=dtype)
+    return model.eval()
 
 
 @torch.no_grad()
@@ -422,9 +370,5 @@ def _heat_parameter(name: str, parameter: Tensor, query_key_gain: float, generat
 def prompt(name: str, length: int, seed: int = 0) -> Int[Tensor, "1 token"]:
     """Token ids [1, length], int64, the same for every name of one vocabulary, none of them special."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(
-        SPECIAL_IDS,
-        config(name).get_text_config().vocab_size,
-        (1, length),
-        generator=generator,
-    )
+    vocab = config(name).get_text_config().vocab_size
+    return torch.randint(SPECIAL_IDS, vocab, (1, length), generator=generator)
