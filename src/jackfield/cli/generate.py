@@ -1,0 +1,58 @@
+"""`jackfield generate`: text, steered by a vector that is added to the residual stream."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import Tensor
+
+from jackfield.cli.loading import ModelOption, check_layer, load
+from jackfield.cli.terminal import JsonOption, busy, print_json, print_line
+from jackfield.cli.vector import read_vector
+from jackfield.model import Model
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to go on from.")],
+    steer: Annotated[Path | None, typer.Option(help="A .safetensors or .pt file with one vector [d_model].")] = None,
+    layer: Annotated[int | None, typer.Option(help="The layer whose output the vector is added to.")] = None,
+    scale: Annotated[float, typer.Option(help="What the vector is multiplied by.")] = 1.0,
+    model: ModelOption = None,
+    max_tokens: Annotated[int, typer.Option(help="How many tokens to generate at most.", min=1)] = 32,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.", min=0.0)] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="For a temperature above 0.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt as a user's message.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Generate text. With --steer, SCALE times a vector is added to LAYER's output at every token."""
+    if (steer is None) != (layer is None):
+        raise typer.BadParameter("give both --steer and --layer, or neither.", param_hint="--steer")
+    vector = None if steer is None else read_vector(steer)
+    with load(model) as loaded:
+        block = None if vector is None or layer is None else _steering(loaded, vector, layer, scale)
+        sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+        if seed is not None:
+            sampling["seed"] = seed
+        with busy("generating"):
+            result = loaded.run([{"role": "user", "content": prompt}] if chat else prompt, block, **sampling)
+    if as_json:
+        steering = None if steer is None else {"file": str(steer), "layer": layer, "scale": scale}
+        kept = {name: getattr(result, name) for name in ("text", "token_ids", "prompt_token_ids", "finish_reason")}
+        print_json({"prompt": prompt, **kept, "steer": steering})
+    else:
+        print_line(result.text if chat else prompt + result.text)
+
+
+def _steering(model: Model, vector: Tensor, layer: int, scale: float) -> Callable[[Any, Any], None]:
+    check_layer(model, layer)
+    if len(vector) != model.hidden_size:
+        found = f"the file has a vector of {len(vector)}, and the model's stream is {model.hidden_size} wide."
+        raise typer.BadParameter(found, param_hint="--steer")
+    direction = (scale * vector).to(model.dtype)
+
+    def block(model: Any, t: Any) -> None:
+        for _ in t.iter[:]:
+            model.layers[layer].layer_output[:] += direction
+
+    return block
