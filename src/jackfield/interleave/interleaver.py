@@ -7,6 +7,8 @@ in the engine's own thread, until it waits for the next. A slot with nobody wait
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from greenlet import getcurrent
+
 from jackfield.errors import NotReached
 from jackfield.interleave.site import Site
 from jackfield.interleave.worker import Slot, Worker
@@ -17,6 +19,7 @@ class Interleaver:
 
     def __init__(self, workers: Iterable[Worker], open_slot: Callable[[Slot], None]) -> None:
         self.step = -1
+        self.home = getcurrent()  # where the engine runs; blocks, and other threads, are elsewhere
         self._open_slot = open_slot
         self.workers = tuple(workers)
         self._slots: dict[Site, Slot] = {}

@@ -104,7 +104,8 @@ class Gate:
         self._forward = self._replaced = None  # type: ignore[assignment]
 
     def _gated(self) -> Callable[..., Any]:
-        interleaver, before, after, forward, home = self.interleaver, self.before, self.after, self._forward, getcurrent()
+        interleaver, before, after, forward = self.interleaver, self.before, self.after, self._forward
+        home = interleaver.home
 
         def gated(*args: Any, **kwargs: Any) -> Any:
             if getcurrent() is not home:

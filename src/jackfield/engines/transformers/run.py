@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from greenlet import getcurrent
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,7 +19,7 @@ from jackfield.interleave.worker import Slot, Worker
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Projection
 
 RAW_NAMES = frozenset({"input", "inputs", "output"})
-PREROTARY = frozenset({"attention_queries_prerotary", "attention_keys_prerotary"})
+DYNAMIC_NAMES = frozenset({"getattr", "attrgetter", "read"})  # what a block reads through these does not stand in its code
 
 
 class Abandoned(BaseException):
@@ -34,7 +33,6 @@ class Run:
         self, model: PreTrainedModel, anatomy: Anatomy, workers: Sequence[Worker], padded_length: int, names: frozenset[str]
     ) -> None:
         self.model, self.anatomy, self.padded_length = model, anatomy, padded_length
-        self.home = getcurrent()
         self.interleaver = Interleaver(workers, self._open)
         self.masks = Masks()
         self.input_ids: Tensor | None = None
@@ -47,7 +45,7 @@ class Run:
             if isinstance(layer.attention, AttentionAnatomy)
         }
         self._connected: dict[nn.Module, AttentionTap] = {}
-        self._listens = any(name.startswith("attention_") or name == "attn" for name in names)
+        self._listens = any(name.startswith("attention_") or name == "attn" for name in names) or bool(names & DYNAMIC_NAMES)
         self._put_up(names)
 
     @property
@@ -93,7 +91,7 @@ class Run:
         containers = [path for layer in self.anatomy.layers for path in (layer.path, layer.attention_path, layer.mlp_path)]
         for path in dict.fromkeys(path for path in (*containers, *self._modules) if path):
             self._gate(path)
-        if any("prerotary" in name for name in names):
+        if any("prerotary" in name for name in names) or names & DYNAMIC_NAMES:
             for tap in self._taps.values():
                 self._keep_projections(tap.anatomy)
         if self._listens:

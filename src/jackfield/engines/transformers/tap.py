@@ -27,7 +27,6 @@ class RunState(Protocol):
     interleaver: Interleaver
     masks: Masks
     padded_length: int
-    home: object
 
     @property
     def rows(self) -> list[Rows]: ...
@@ -58,7 +57,7 @@ class AttentionTap:
         self, function: AttentionFunction, implementation: str | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Any]:
         """A call of the attention interface: what the model would have run runs, with what blocks changed."""
-        if getcurrent() is not self.run.home:
+        if getcurrent() is not self.run.interleaver.home:
             return function(module, *args, **kwargs)
         slots = self.slots(self.calls)
         self.calls += 1
