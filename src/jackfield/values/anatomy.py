@@ -23,24 +23,27 @@ class Formula:
     """`factor * (site - minus)`, as [batch, token, width].
 
     `minus` is an argument of the same call whose output `site` is. `flat` says that the site holds
-    [batch * token, width] (routers).
+    [batch * token, width]: routers, and blocks that flatten their tokens. `stream` is which one it is of several
+    parallel streams [stream, batch, token, width]. A site on an INPUT holds the very tensor that the block goes on to
+    add to: an edit must be made in place, for a replaced argument would reach the module that takes it and no other.
     """
 
     site: Site
     minus: Site | None = None
     factor: float = 1.0
     flat: bool = False
+    stream: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Heads inside a projection's result, before the rotary embedding: pieces of one tensor [batch, token, width].
+    """Heads inside a projection's result, before the rotary embedding.
 
-    The tensor, clamped to `clip` on both sides where that is given, is cut into `groups` equal parts on the last axis,
-    each part into heads of `width`; of each part, heads `first` up to `first + count` are taken, then the parts are
-    joined, and each head stands `repeat` times, one beside the other: [batch, token, groups * count * repeat, width].
-    `columns` are what is taken of each head, from and up to, where it is not all. Sites with 4 axes already hold heads:
-    `heads_axis` is then 1 or 2, and nothing is cut.
+    The result, [batch, token, width] or, with its heads on `heads_axis` 1 or 2, four axes whose heads are then laid
+    beside each other, is clamped to `clip` on both sides where that is given, and cut into `groups` equal parts on the
+    last axis, each part into heads of `width`; of each part, heads `first` up to `first + count` are taken, then the
+    parts are joined: [batch, token, groups * count, width]. `columns` are what is taken of each head, from and up to,
+    where that is not all. Each head then stands `repeat` times, one beside the other.
 
     The result is multiplied by `factor`: on layers without a rotary embedding that makes it what the attention
     receives (OPT scales its queries ahead of the op). What rotary embeddings multiply lengths with (YaRN) is not in it.
@@ -58,14 +61,8 @@ class Projection:
     columns: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedProjection:
-    """Heads whose width is in several tensors (latent attention: a part without position, a rotary part for all heads).
-
-    `parts` have the same number of heads, and are joined on the width.
-    """
-
-    parts: tuple[Projection, ...]
+Heads = Projection | tuple[Projection, ...] | Missing
+"""Heads before the rotary embedding; of several projections they are joined on their width (latent attention)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +88,14 @@ class AttentionAnatomy:
     calls: int = 1
     output_projection: str | None = None
     cache_layer: int | None = None
-    missing: Mapping[str, str] = field(default_factory=dict)
-    queries_prerotary: Projection | JoinedProjection | Missing = Missing("not looked for")
-    keys_prerotary: Projection | JoinedProjection | Missing = Missing("not looked for")
+    missing: Mapping[str, str] = field(default_factory=dict[str, str])
+    queries_prerotary: Heads = Missing("not looked for")
+    keys_prerotary: Heads = Missing("not looked for")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAnatomy:
-    """One decoder block: its module, its sublayers, and a Formula or a reason for each value of the stream and the MLP."""
+    """One decoder block: its module, its sublayers, and a Formula or a reason for each of its values."""
 
     path: str
     values: Mapping[str, Formula | Missing]
@@ -115,4 +112,4 @@ class Anatomy:
     values: Mapping[str, Formula | Missing]
     final_norm: str | None
     output_head: str | None
-    broken: Mapping[str, str] = field(default_factory=dict)
+    broken: Mapping[str, str] = field(default_factory=dict[str, str])

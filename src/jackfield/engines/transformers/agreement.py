@@ -8,14 +8,13 @@ from jackfield.values.anatomy import (
     Anatomy,
     AttentionAnatomy,
     Formula,
-    JoinedProjection,
+    Heads,
     LayerAnatomy,
     Missing,
     Projection,
 )
 
 _Value = Formula | Missing
-_Heads = Projection | JoinedProjection | Missing
 
 
 def agree(first: Anatomy, second: Anatomy) -> Anatomy:
@@ -63,7 +62,7 @@ def _attention(first: AttentionAnatomy | Missing, second: AttentionAnatomy | Mis
     return one if one == other else _differing(one, other)
 
 
-def _heads(first: _Heads, second: _Heads) -> _Heads:
+def _heads(first: Heads, second: Heads) -> Heads:
     if isinstance(first, Missing) or isinstance(second, Missing):
         return first if isinstance(first, Missing) else second
     if isinstance(first, Projection) and isinstance(second, Projection):

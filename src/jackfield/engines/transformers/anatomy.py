@@ -9,6 +9,8 @@ modules are asked only where neither structure nor numbers tell, and what a Fami
 """
 
 from dataclasses import replace
+from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +21,15 @@ from jackfield.engines.transformers.attends import find_attends
 from jackfield.engines.transformers.blocks import find_blocks
 from jackfield.engines.transformers.dataflow import Block, blocks_of, is_norm, output_formula
 from jackfield.engines.transformers.layers import read_layer
-from jackfield.engines.transformers.recording import Call, Recording, record
+from jackfield.engines.transformers.recording import Call, Recording, modules_of, record
 from jackfield.errors import UnsupportedModel
 from jackfield.interleave.site import Port, Site
 from jackfield.values.anatomy import Anatomy, Formula, LayerAnatomy, Missing
 from jackfield.values.families import family_of
 from jackfield.values.families.family import Family
 
-_LENGTHS = (7, 11)
-"""Tokens of the two prompts: lengths that are no number of heads or width of a head, so that axes can be told apart."""
+_LENGTHS = (11, 13)
+"""Tokens of the two prompts: no model has as many heads, or heads as wide, so that axes can be told apart."""
 
 
 def read_anatomy(model: PreTrainedModel, family: Family | None = None) -> Anatomy:
@@ -49,23 +51,25 @@ def _prompts(model: PreTrainedModel) -> list[Tensor]:
     config = model.config.get_text_config()
     sizes = (getattr(config, name, None) for name in ("vocab_size", "vocab_size_per_layer_input"))
     size = min(size for size in sizes if isinstance(size, int))
-    names = ("pad_token_id", "bos_token_id", "eos_token_id")
-    held = [getattr(config, name, None) for name in names]
-    special = {item for value in held for item in (value if isinstance(value, list) else [value])}
-    plain = torch.tensor([token for token in range(min(size, 4096)) if token not in special])
+    special = [_as_list(getattr(config, name, None)) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
+    plain = torch.tensor([token for token in range(min(size, 4096)) if not any(token in ids for ids in special)])
     generator = torch.Generator().manual_seed(0)
-    order = plain[torch.randint(len(plain), (sum(_LENGTHS),), generator=generator)].to(model.device)
-    return [part[None] for part in order.split(_LENGTHS)]
+    order = plain[torch.randint(len(plain), (2, max(_LENGTHS)), generator=generator)].to(model.device)
+    return [order[number : number + 1, :length] for number, length in enumerate(_LENGTHS)]
+
+
+def _as_list(value: object) -> list[object]:
+    return cast("list[object]", value) if isinstance(value, list) else [value]
 
 
 def _read(model: PreTrainedModel, recording: Recording, family: Family) -> Anatomy:
     calls = find_blocks(model, recording, family.blocks)
     blocks = blocks_of(recording, calls)
-    attends = find_attends(recording, dict(model.named_modules()))
+    attends = find_attends(recording, modules_of(model))
     config = model.config.get_text_config()
-    readings = [read_layer(block, recording, attends, config) for block in blocks]
+    readings = [read_layer(block, recording, attends, config, family) for block in blocks]
     norm = _final_norm(recording, blocks[-1])
-    embedding = _path_of(model, model.get_input_embeddings())
+    embedding, head = (_path_of(model, part) for part in _ends(model))
     return Anatomy(
         layers=tuple(reading.layer for reading in readings),
         values={
@@ -77,7 +81,7 @@ def _read(model: PreTrainedModel, recording: Recording, family: Family) -> Anato
             else output_formula(norm, recording.tokens),
         },
         final_norm=None if norm is None else norm.path,
-        output_head=_path_of(model, model.get_output_embeddings()),
+        output_head=head,
         broken=_broken(blocks, [reading.whole for reading in readings]),
     )
 
@@ -89,8 +93,17 @@ def _final_norm(recording: Recording, last: Block) -> Call | None:
     return next(iter(taking or after[-1:]), None)
 
 
+def _ends(model: PreTrainedModel) -> tuple[object, object]:
+    """The modules of token embeddings and of the output head; None for one that the model does not name."""
+    head = cast("object", model.get_output_embeddings())
+    try:
+        return cast("object", model.get_input_embeddings()), head
+    except NotImplementedError:
+        return None, head
+
+
 def _path_of(model: nn.Module, module: object) -> str | None:
-    return next((path for path, other in model.named_modules() if other is module), None)
+    return next((path for path, other in modules_of(model).items() if other is module), None)
 
 
 def _broken(blocks: list[Block], whole: list[bool]) -> dict[str, str]:
@@ -101,8 +114,7 @@ def _broken(blocks: list[Block], whole: list[bool]) -> dict[str, str]:
             f"layers {partial} do more to their stream than add an attention and an MLP, "
             "so layer_input + attention_output + mlp_output is not layer_output there"
         )
-    pairs = zip(blocks, blocks[1:], strict=False)
-    changed = [block.number for block, after in pairs if not after.entering.equals(block.leaving)]
+    changed = [block.number for block, after in pairwise(blocks) if not after.entering.equals(block.leaving)]
     if changed:
         broken["layer_chain"] = f"the model changes its stream after layers {changed}, before the next layer takes it"
     return broken
@@ -144,8 +156,7 @@ def _require(model: nn.Module, value: Formula | Missing) -> None:
     """Refuse a stated place that the model does not have."""
     if isinstance(value, Missing):
         return
-    paths = {path for path, _ in model.named_modules()}
-    if value.site.path not in paths:
+    if value.site.path not in modules_of(model):
         raise UnsupportedModel(
             f"The family states a value at {value.site}, and {type(model).__name__} has no module "
             f"{value.site.path!r}. Paths of a layer's values are below the block."

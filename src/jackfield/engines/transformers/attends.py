@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from jackfield.engines.transformers.dataflow import least_squares
 from jackfield.engines.transformers.recording import (
     ATTENTION_OPERATION,
     PRODUCTS,
@@ -19,6 +20,9 @@ from jackfield.engines.transformers.recording import (
     Recording,
     Seen,
 )
+
+_MASKED = -1e4
+"""Scores at or below it are masked: by -inf, or by the lowest number of some dtype."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +100,7 @@ def _around(softmax: Operation, operations: list[Operation], tokens: int, module
     size, shape = softmax.output.value.numel(), softmax.output.value.shape
     if len(shape) < 3 or shape[-2:] != (tokens, tokens):
         return None
-    products = [operation for operation in operations if operation.name in PRODUCTS]
+    products = [operation for operation in operations if operation.name in PRODUCTS and len(operation.inputs) > 1]
     before = [item for item in products if item.index < softmax.index and item.output.value.numel() == size]
     after = [item for item in products if item.index > softmax.index and item.inputs[0].value.numel() == size]
     if not before or not after:
@@ -151,11 +155,13 @@ def _fit(raw: Tensor, scores: Tensor) -> float:
     """The factor of `raw` in `scores`, both [query, key], on the keys that each query sees."""
     tokens = raw.shape[0]
     query, key = torch.tril_indices(tokens, tokens)
+    seen = scores[query, key] > _MASKED  # a window hides some of the triangle
+    query, key = query[seen], key[seen]
     constants = torch.nn.functional.one_hot(query, tokens).double()
     columns = torch.cat([raw[query, key, None], key[:, None].double(), constants], dim=1)
-    scales = columns.norm(dim=0)
-    solution = torch.linalg.lstsq(columns / scales, scores[query, key, None]).solution[:, 0] / scales
-    return float(solution[0])
+    scales = columns.square().sum(dim=0).sqrt()
+    factors = least_squares(columns / scales, scores[query, key])
+    return float(factors[0] / scales[0])
 
 
 def _band(module: nn.Module) -> int | None:

@@ -4,10 +4,12 @@ A row is a ModuleList, a Sequential or a ModuleDict. Experts are rows too, but l
 rows that a text prompt never enters. Both are left out by what was seen, not by name.
 """
 
+from itertools import pairwise
+
 from torch import nn
 from transformers import PreTrainedModel
 
-from jackfield.engines.transformers.recording import Call, Recording
+from jackfield.engines.transformers.recording import Call, Recording, modules_of
 from jackfield.errors import UnsupportedModel
 
 _ROWS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -35,7 +37,7 @@ def find_blocks(model: PreTrainedModel, recording: Recording, stated: str | None
 
 
 def _outermost_rows(model: nn.Module) -> list[str]:
-    rows = [path for path, module in model.named_modules() if isinstance(module, _ROWS) and len(module)]
+    rows = [path for path, module in modules_of(model).items() if isinstance(module, _ROWS) and len(module)]
     return [path for path in rows if not any(path.startswith(f"{other}.") for other in rows)]
 
 
@@ -55,10 +57,9 @@ def _carries(call: Call, tokens: int) -> bool:
 
 def _is_stream(calls: list[Call]) -> bool:
     """Whether each call takes what the one before it gave."""
-    pairs = zip(calls, calls[1:], strict=False)
     return all(
         before.result is not None and after.argument is not None and after.argument.equals(before.result)
-        for before, after in pairs
+        for before, after in pairwise(calls)
     )
 
 

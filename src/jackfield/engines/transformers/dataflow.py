@@ -1,7 +1,8 @@
 """How a block's tensors hang together: what a module made, who took it, and which sums the stream is made of."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,12 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     difference = (found.double() - expected.double()).abs().amax(dim=-1)
     largest = expected.double().abs().amax(dim=-1)
     return bool((difference <= _TOLERANCES.get(dtype, 1e-4) * largest + 1e-30).all())
+
+
+def least_squares(columns: Tensor, target: Tensor) -> Tensor:
+    """The factors [column] of `columns` [row, column] whose sum is nearest to `target` [row]."""
+    solve = cast("Callable[[Tensor, Tensor], tuple[Tensor, ...]]", torch.linalg.lstsq)  # untyped in torch
+    return solve(columns, target[:, None])[0][:, 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +133,7 @@ def is_norm(call: Call) -> bool:
 
 
 def is_linear(call: Call) -> bool:
-    """Whether the module of `call` is a projection: one matrix, one tensor in and one out. Any quantised or adapted one."""
+    """Whether the module of `call` is a projection, plain, quantised or adapted: one matrix, one tensor out."""
     weight = getattr(call.module, "weight", None)  # foreign: nn.Linear, Conv1D, adapters around them
     matrix = isinstance(weight, Tensor) and weight.ndim == 2
     return matrix and call.is_tensor and not isinstance(call.module, nn.Embedding)

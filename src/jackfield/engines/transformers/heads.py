@@ -1,123 +1,170 @@
-"""Where queries and keys are before the rotary embedding.
+"""Where queries and keys are before the rotary embedding, and the cut that takes them from there.
 
 At position 0 the rotary embedding rotates by nothing. So of all that the attention's projections and norms gave, the
-tensor whose first token holds the first query of every head, up to a length, is the queries before the rotation; and how
-the heads lie in it is read off the same comparison.
+tensor whose first token holds the first query of every head, up to a length, is the queries before the rotation; how
+the heads lie in it is read off the same comparison. Lengths are left out, because norms after the rotation and YaRN
+change them; the order of a head's components is left out where no tensor fits otherwise, because rotations of
+interleaved pairs may sort them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import pairwise
+from typing import cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from jackfield.engines.transformers.attends import Attend
-from jackfield.engines.transformers.dataflow import Block
+from jackfield.engines.transformers.dataflow import Block, is_norm
 from jackfield.engines.transformers.recording import Call, Seen
 from jackfield.interleave.site import Port, Site
-from jackfield.values.anatomy import Missing, Projection
-
-_NOT_FOUND = Missing("no module of this attention gives these before the rotary embedding")
+from jackfield.values.anatomy import Heads, Missing, Projection
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How heads lie in a row: see Projection."""
+def cut(result: Tensor, projection: Projection) -> Float[Tensor, "batch head token width"]:
+    """The heads that `projection` describes, out of the result of its module, all tokens of it. A copy or a view."""
+    if projection.heads_axis is not None:
+        result = (result.transpose(1, 2) if projection.heads_axis == 1 else result).flatten(2)
+    if projection.clip is not None:
+        result = result.clamp(-projection.clip, projection.clip)
+    parts = result.reshape(*result.shape[:2], projection.groups, -1, projection.width)
+    heads = parts[..., projection.first : projection.first + projection.count, :].flatten(2, 3)
+    if projection.columns is not None:
+        heads = heads[..., slice(*projection.columns)]
+    if projection.repeat > 1:
+        heads = heads.repeat_interleave(projection.repeat, dim=2)
+    return (heads if projection.factor == 1.0 else heads * projection.factor).transpose(1, 2)
 
-    first: int
-    count: int
-    groups: int
-    repeat: int
 
-
-def find_projection(block: Block, attend: Attend, heads: Tensor, clip: float | None) -> Projection | Missing:
+def find_heads(block: Block, attend: Attend, heads: Tensor, clip: float | None) -> Heads:
     """Where `heads` [head, token, width], queries or keys as the op received them, are before the rotary embedding."""
-    calls = [
-        call
-        for call in block.inside
-        if call.end < attend.index and call.result is not None and call.is_tensor and block.once(call)
-    ]
-    inside = [call for call in calls if call.path.startswith(f"{attend.path}.")] or calls
-    for call in reversed(inside):
-        found = _cut(block, call, heads, clip)
-        if found is not None and _is_chained(inside, call):
-            return found
-    return _NOT_FOUND
+    before = [call for call in block.inside if call.end < attend.index and call.is_tensor and block.once(call)]
+    calls = [call for call in before if call.path.startswith(f"{attend.path}.")] or before
+    for is_sorted in (False, True):
+        for call in reversed(calls):
+            found = _find(block, call, heads, clip, is_sorted=is_sorted)
+            if found is not None and _is_chained(calls, call):
+                return found
+    return _find_latent(block, calls, heads) or Missing(
+        "no module of this attention gives these before the rotary embedding"
+    )
 
 
-def _cut(block: Block, call: Call, heads: Tensor, clip: float | None) -> Projection | None:
-    assert call.result is not None
-    tensor, width = call.result.value, heads.shape[-1]
-    site = Site(call.path, Port.OUTPUT)
-    if tensor.ndim == 4 and tensor.shape[0] == 1 and tensor.shape[-1] == width:
-        axis = 2 if tensor.shape[1] == block.tokens else 1
-        split = tensor[0] if axis == 2 else tensor[0].transpose(0, 1)
-        order = _places(split[0], heads[:, 0], block.dtype)
-        if order != list(range(heads.shape[0])) or split.shape[1] != heads.shape[0]:
-            return None
-        return _factored(Projection(site, width, count=heads.shape[0], heads_axis=axis), split, heads, block)
-    if tensor.ndim != 3 or tensor.shape[:2] != (1, block.tokens) or tensor.shape[-1] % width:
+def _find(block: Block, call: Call, heads: Tensor, clip: float | None, *, is_sorted: bool) -> Projection | None:
+    """The projection whose heads are `heads` at position 0, if the result of `call` holds them."""
+    axis, tensor = _heads_axis(block, call.result)
+    width = heads.shape[-1]
+    if tensor is None or tensor.shape[-1] % width:
         return None
-    clipped = tensor if clip is None else tensor.clamp(-clip, clip)
-    split = clipped[0].unflatten(-1, (-1, width))
-    order = _places(split[0], heads[:, 0], block.dtype)
-    cut = None if order is None else _layout(order, split.shape[1])
-    if order is None or cut is None:
+    projection = Projection(Site(call.path, Port.OUTPUT), width, heads_axis=axis, clip=clip)
+    pieces = (tensor if clip is None else tensor.clamp(-clip, clip)).reshape(block.tokens, -1, width)
+    order = _places(pieces[0], heads[:, 0], block.dtype, is_sorted=is_sorted)
+    placed = None if order is None else _placed(projection, order, pieces.shape[1])
+    return None if placed is None or call.result is None else _with_factor(placed, call.result, heads)
+
+
+def _heads_axis(block: Block, seen: Seen | None) -> tuple[int | None, Tensor | None]:
+    """Where a result has its heads, and the result as [token, width]; None where it is neither."""
+    if seen is None:
+        return None, None
+    tensor, tokens = seen.value, block.tokens
+    if tensor.ndim == 3 and tensor.shape[:2] == (1, tokens):
+        return None, tensor[0]
+    if tensor.ndim == 4 and tensor.shape[:2] == (1, tokens):
+        return 2, tensor[0].flatten(1)
+    if tensor.ndim == 4 and tensor.shape[0] == 1 and tensor.shape[2] == tokens:
+        return 1, tensor[0].transpose(0, 1).flatten(1)
+    return None, None
+
+
+def _places(pieces: Tensor, heads: Tensor, dtype: torch.dtype, *, is_sorted: bool) -> list[int] | None:
+    """Which of `pieces` [piece, width] points where each of `heads` [head, width] does; None unless all are found."""
+    if is_sorted:
+        pieces, heads = pieces.sort(dim=-1).values, heads.sort(dim=-1).values
+    cosines = normalize(heads.double(), dim=-1) @ normalize(pieces.double(), dim=-1).T
+    best = cosines.max(dim=1)
+    inexact = 1e-3 if dtype in (torch.bfloat16, torch.float16) else 1e-9
+    return _integers(best.indices) if bool((best.values > 1 - inexact).all()) else None
+
+
+def _placed(projection: Projection, order: list[int], pieces: int) -> Projection | None:
+    """`projection` with the cut whose heads are the pieces `order`, of `pieces` in a row; None where there is none."""
+    repeat = next((n for n, (one, other) in enumerate(pairwise(order), 1) if one != other), len(order))
+    distinct = order[::repeat]
+    count = next((n for n, (one, other) in enumerate(pairwise(distinct), 1) if other != one + 1), len(distinct))
+    groups = len(distinct) // count
+    size = pieces // groups
+    taken = [group * size + order[0] + head for group in range(groups) for head in range(count)]
+    if [place for place in taken for _ in range(repeat)] != order or pieces % groups or order[0] + count > size:
         return None
-    projection = Projection(site, width, cut.first, cut.count, cut.groups, clip=clip, repeat=cut.repeat)
-    return _factored(projection, split[:, order], heads, block)
+    return replace(projection, first=order[0], count=count, groups=groups, repeat=repeat)
 
 
-def _factored(projection: Projection, before: Tensor, heads: Tensor, block: Block) -> Projection:
+def _with_factor(projection: Projection, seen: Seen, heads: Tensor) -> Projection:
     """`projection` with its factor, on layers that rotate nothing: there the op receives it times one number."""
-    after = heads.transpose(0, 1).double()
-    before = before.double()
+    before, after = cut(seen.value, projection)[0].double(), heads.double()
     factor = float((before * after).sum() / (before * before).sum())
     alike = (factor * before - after).abs().amax() <= 1e-4 * after.abs().amax()
     return replace(projection, factor=factor) if alike and abs(factor - 1) > 1e-4 else projection
 
 
-def _places(pieces: Tensor, heads: Tensor, dtype: torch.dtype) -> list[int] | None:
-    """Which of `pieces` [piece, width] points where each of `heads` [head, width] does; None unless all are found.
-
-    Lengths are left out: YaRN, and norms after the rotation, change them.
-    """
-    directions = torch.nn.functional.normalize(pieces.double(), dim=-1)
-    wanted = torch.nn.functional.normalize(heads.double(), dim=-1)
-    cosines = wanted @ directions.T
-    best = cosines.max(dim=1)
-    exact = 1e-3 if dtype in (torch.bfloat16, torch.float16) else 1e-9
-    return best.indices.tolist() if bool((best.values > 1 - exact).all()) else None
-
-
-def _layout(order: list[int], pieces: int) -> _Cut | None:
-    """The cut whose heads are the pieces `order`, of `pieces` in a row; None where there is none."""
-    repeat = next((n for n, (a, b) in enumerate(zip(order, order[1:], strict=False), 1) if a != b), len(order))
-    distinct = order[::repeat]
-    if [place for place in distinct for _ in range(repeat)] != order:
-        return None
-    count = next(
-        (n for n, (a, b) in enumerate(zip(distinct, distinct[1:], strict=False), 1) if b != a + 1), len(distinct)
-    )
-    groups = len(distinct) // count
-    size = pieces // groups
-    expected = [group * size + order[0] + head for group in range(groups) for head in range(count)]
-    if expected != distinct or pieces % groups or order[0] + count > size:
-        return None
-    return _Cut(order[0], count, groups, repeat)
-
-
 def _is_chained(calls: list[Call], call: Call) -> bool:
-    """Whether what `call` took is what a module gave, and nothing (a rotary embedding) came between.
-
-    Asked of modules that take heads: a projection takes the stream.
-    """
-    taken = call.argument
-    if taken is None or call.result is None or taken.value.ndim != 4:
+    """Whether nothing, such as a rotation, came between a norm of heads and what a module gave."""
+    if not is_norm(call) or call.argument is None:
         return True
-    row = taken.value[0].transpose(0, 1) if taken.value.shape[1] != call.result.value.shape[1] else taken.value[0]
+    taken = call.argument.value.float()
     makers = [other.result for other in calls if other.end < call.start and other.result is not None]
-    return any(_contains(maker, row) for maker in makers)
+    return any(bool(torch.isin(taken, made.value.float()).all()) for made in makers)
 
 
-def _contains(made: Seen, taken: Tensor) -> bool:
-    return bool(torch.isin(taken.float(), made.value.float()).all())
+def _find_latent(block: Block, calls: list[Call], heads: Tensor) -> tuple[Projection, Projection] | None:
+    """Keys of latent attention: per head a part without position, then a rotary part that all heads share."""
+    for call in reversed(calls):
+        own = _find_unrotated(block, call, heads)
+        if own is None or own.columns is None:
+            continue
+        rest = heads[:, :, own.columns[1] - own.columns[0] :]
+        shared = (_find_shared(block, other, rest) for other in calls)
+        found = next((part for part in shared if part is not None), None)
+        if found is not None:
+            return own, found
+    return None
+
+
+def _find_unrotated(block: Block, call: Call, heads: Tensor) -> Projection | None:
+    """The projection with the first components of every head, the same at all positions."""
+    axis, tensor = _heads_axis(block, call.result)
+    count = heads.shape[0]
+    if tensor is None or tensor.shape[-1] % count:
+        return None
+    pieces = tensor.reshape(block.tokens, count, -1).transpose(0, 1)
+    starts = _integers((pieces[0, 0] == heads[0, 0, 0]).nonzero().flatten())
+    for start in starts:
+        width = min(heads.shape[-1], pieces.shape[-1] - start)
+        same = (pieces[..., start : start + width] == heads[..., :width]).flatten(0, 1).all(dim=0).to(torch.int64)
+        run = int(same.cumprod(0).sum())
+        if run:
+            site = Site(call.path, Port.OUTPUT)
+            return Projection(site, pieces.shape[-1], count=count, heads_axis=axis, columns=(start, start + run))
+    return None
+
+
+def _find_shared(block: Block, call: Call, rest: Tensor) -> Projection | None:
+    """The projection with the last components of all heads, `rest` [head, token, width], before their rotation."""
+    axis, tensor = _heads_axis(block, call.result)
+    width = rest.shape[-1]
+    if tensor is None or tensor.shape[-1] < width or not (rest == rest[:1]).all():
+        return None
+    windows = tensor[0].unfold(0, width, 1).sort(dim=-1).values
+    starts = _integers((windows == rest[0, 0].sort().values).all(dim=-1).nonzero().flatten())
+    if not starts:
+        return None
+    columns = (starts[0], starts[0] + width)
+    site = Site(call.path, Port.OUTPUT)
+    return Projection(site, tensor.shape[-1], heads_axis=axis, repeat=rest.shape[0], columns=columns)
+
+
+def _integers(tensor: Tensor) -> list[int]:
+    return cast("list[int]", tensor.tolist())

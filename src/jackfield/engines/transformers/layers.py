@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from transformers import PretrainedConfig
 
 from jackfield.engines.transformers.attends import Attend
 from jackfield.engines.transformers.dataflow import Block, input_formula, is_linear, output_formula
-from jackfield.engines.transformers.heads import find_projection
+from jackfield.engines.transformers.heads import find_heads
 from jackfield.engines.transformers.neurons import find_activations, find_router
 from jackfield.engines.transformers.recording import Call, Recording
 from jackfield.engines.transformers.sublayers import (
@@ -21,9 +22,13 @@ from jackfield.engines.transformers.sublayers import (
     inline_entry,
 )
 from jackfield.values.anatomy import AttentionAnatomy, Formula, LayerAnatomy, Missing
+from jackfield.values.families.family import Family
 from jackfield.values.families.names import CLIPS, LAYER_NUMBERS
 
-NOT_A_SUM = "this block is not seen to add one result of a module per sublayer to its stream, so what a sublayer adds has no place"
+NOT_A_SUM = (
+    "this block is not seen to add the result of one module per sublayer to its stream, "
+    "so no tensor is what this sublayer adds"
+)
 _NO_SUBLAYER = "this block has no such sublayer"
 
 
@@ -35,13 +40,15 @@ class Reading:
     whole: bool
 
 
-def read_layer(block: Block, recording: Recording, attends: Sequence[Attend], config: PretrainedConfig) -> Reading:
+def read_layer(
+    block: Block, recording: Recording, attends: Sequence[Attend], config: PretrainedConfig, family: Family
+) -> Reading:
     """The places of everything in `block`; `attends` are the attention ops of the whole recording."""
-    mine = [attend for attend in attends if block.call.start < attend.index < block.call.end]
+    mine = _attends_of(block, attends, family)
     attending = mine[0].path if mine else None
     sublayers = find_sublayers(block, attending, config)
     mixer = _mixer(block, sublayers, attending)
-    mlp = None if sublayers.mlp is None else core(block, sublayers.mlp)
+    mlp = _mlp(block, sublayers, mixer, family)
     router = find_router(block, recording, attending)
     values = _stream(block) | _attention_values(block, sublayers, mixer) | _mlp_values(block, sublayers, mlp, mixer)
     values["router_logits"] = router
@@ -56,6 +63,24 @@ def read_layer(block: Block, recording: Recording, attends: Sequence[Attend], co
         mlp_path=None if mlp is None or is_linear(mlp) else mlp.path,
     )
     return Reading(layer, sublayers.whole)
+
+
+def _attends_of(block: Block, attends: Sequence[Attend], family: Family) -> list[Attend]:
+    """The ops of the attention of `block`: those of the module that the family states, or that attends first."""
+    mine = [attend for attend in attends if block.call.start < attend.index < block.call.end]
+    path = mine[0].path if mine and family.attention is None else f"{block.path}.{family.attention}"
+    return [attend for attend in mine if attend.path == path]
+
+
+def _mlp(block: Block, sublayers: Sublayers, mixer: Call | None, family: Family) -> Call | None:
+    """The MLP: what the family states, else the outermost module around what it adds that holds no attention."""
+    if family.mlp is not None:
+        return next((call for call in block.inside if call.path == f"{block.path}.{family.mlp}"), None)
+    if sublayers.mlp is None:
+        return None
+    last = core(block, sublayers.mlp)
+    around = [call for call in block.around(last.path) if mixer is None or not call.holds(mixer)]
+    return around[0] if around else last
 
 
 def _stream(block: Block) -> dict[str, Formula | Missing]:
@@ -99,18 +124,18 @@ def _norm_value(block: Block, sublayer: Call | None, name: str, after: Call | No
 def _mlp_values(
     block: Block, sublayers: Sublayers, mlp: Call | None, mixer: Call | None
 ) -> dict[str, Formula | Missing]:
-    if mlp is None or sublayers.mlp is None:
+    if mlp is None:
         reason = Missing(_NO_SUBLAYER if sublayers.whole else NOT_A_SUM)
         return dict.fromkeys(("layer_mid", "mlp_norm_output", "mlp_activations", "mlp_output"), reason)
     entry = inline_entry(block, mlp) if is_linear(mlp) else mlp
     norm = find_norm(block, entry, entry.argument)
-    middle = Missing(NOT_A_SUM)
+    middle: Formula | Missing = Missing(NOT_A_SUM)
     if sublayers.middle is not None:
         middle = find_middle(block, sublayers.middle, entry, norm)
     return {
         "layer_mid": middle,
         "mlp_norm_output": _norm_value(block, entry, "MLP", mixer),
-        "mlp_output": sublayers.mlp.formula,
+        "mlp_output": Missing(NOT_A_SUM) if sublayers.mlp is None else sublayers.mlp.formula,
     }
 
 
@@ -124,7 +149,11 @@ def _describe(block: Block, recording: Recording, attends: list[Attend], config:
     attend = attends[0]
     module = next(call.module for call in block.inside if call.path == attend.path)
     clip = _held(CLIPS, module, config)
-    cache_layer, missing = _cached(recording, attend, _held(LAYER_NUMBERS, module))
+    own = _held(LAYER_NUMBERS, module)
+    cache_layer, missing = _cached(recording, attend, own)
+    keys = find_heads(block, attend, attend.keys, clip)
+    if isinstance(keys, Missing) and cache_layer is not None and own is not None and cache_layer != own:
+        keys = Missing(f"this layer has no keys of its own: it attends to those of layer {cache_layer}")
     return AttentionAnatomy(
         path=attend.path,
         dispatched=attend.dispatched,
@@ -139,8 +168,8 @@ def _describe(block: Block, recording: Recording, attends: list[Attend], config:
         output_projection=_output_projection(block, attend),
         cache_layer=cache_layer,
         missing=missing,
-        queries_prerotary=find_projection(block, attend, attend.queries, clip),
-        keys_prerotary=find_projection(block, attend, attend.keys, clip),
+        queries_prerotary=find_heads(block, attend, attend.queries, clip),
+        keys_prerotary=keys,
     )
 
 
@@ -167,8 +196,9 @@ def _cached(recording: Recording, attend: Attend, own: float | None) -> tuple[in
     Layers may share keys and values, and a cache may hold something that they are made of (latents).
     """
     layers = list(getattr(recording.cache, "layers", ()))  # foreign: transformers.Cache from 4.56
-    holding = [number for number, layer in enumerate(layers) if _ends_with(attend.keys, getattr(layer, "keys", None))]
-    number = int(own) if own is not None and own in holding else next(iter(holding), None)
+    order = sorted(range(len(layers)), key=lambda number: number != own)
+    holding = (number for number in order if _ends_with(attend.keys, getattr(layers[number], "keys", None)))
+    number = next(holding, None)
     if number is None:
         reason = "the cache of this model does not hold the keys and values that its attention receives"
         return None, {"attention_cached_keys": reason, "attention_cached_values": reason}
@@ -181,16 +211,17 @@ def _ends_with(heads: torch.Tensor, cached: object) -> bool:
     """Whether `cached` [1, head, key, width] holds the last rows of `heads` [head, key, width]."""
     if not isinstance(cached, torch.Tensor) or cached.ndim != 4:
         return False
-    rows = cached[0].detach().to("cpu")
-    count = rows.shape[1]
-    return 0 < count <= heads.shape[1] and torch.equal(rows, heads[:, -count:].to(rows.dtype))
+    count = cached.shape[2]
+    if not 0 < count <= heads.shape[1] or cached.shape[1:] != (heads.shape[0], count, heads.shape[2]):
+        return False
+    return torch.equal(cached[0].detach().to("cpu"), heads[:, -count:].to(cached.dtype))
 
 
 def _window(attend: Attend, number: int, config: PretrainedConfig) -> int | None:
     """How many keys a query sees. `layer_types` decides masks, whatever a layer passes; chunks are no window."""
-    kinds = getattr(config, "layer_types", None)  # foreign: configurations from 4.53
+    kinds = cast("list[str]", getattr(config, "layer_types", None) or [])  # foreign: configurations from 4.53
     stated = getattr(config, "sliding_window", None)
-    if isinstance(kinds, list) and number < len(kinds):
+    if number < len(kinds):
         return (attend.window or stated) if kinds[number] == "sliding_attention" else None
     if attend.dispatched and "sliding_window" not in attend.passed:
         return stated

@@ -48,7 +48,7 @@ def find_router(block: Block, recording: Recording, attention: str | None) -> Fo
     """The linear product that experts are selected by: of the block's selections, the first outside the attention."""
     inside = [item for item in recording.operations if block.call.start < item.index < block.call.end]
     mine = [item for item in inside if attention is None or not _within(item.path, attention)]
-    selections = [item for item in mine if item.name in _SELECTIONS and item.inputs[0].value.is_floating_point()]
+    selections = [item for item in mine if item.name in _SELECTIONS and _is_real(item)]
     if not selections:
         return Missing("this layer has no router: its MLP is dense")
     before = [item for item in mine if item.index < selections[0].index and item.name in PRODUCTS]
@@ -58,9 +58,13 @@ def find_router(block: Block, recording: Recording, attention: str | None) -> Fo
         return Missing("experts are selected by something that is no linear product")
     product = products[-1]
     squashed = [item for item in mine if item.index > product.index and item.name in SQUASHES]
-    if not any(item.inputs[0].equals(product.output) for item in squashed):
+    if not any(item.inputs and item.inputs[0].equals(product.output) for item in squashed):
         return Missing("the router changes its linear product before it selects by it")
     return _logits(block, inside, product)
+
+
+def _is_real(operation: Operation) -> bool:
+    return any(seen.value.is_floating_point() for seen in operation.inputs[:1])
 
 
 def _logits(block: Block, inside: list[Operation], product: Operation) -> Formula | Missing:

@@ -7,10 +7,10 @@ its copy, so that a later argument can be told to be the same object. The model 
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any  # the arguments and results of foreign functions are whatever they take and give
+from typing import Any, cast  # Any: the arguments and results of foreign functions are whatever they take and give
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,16 @@ from transformers.modeling_utils import AttentionInterface
 from jackfield.errors import UnsupportedModel
 
 PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum", "linear", "addmm"})
+_WEIGHTED = frozenset({"linear", "addmm"})
+"""Products with a weight: large, and of no interest."""
+
 SQUASHES = frozenset({"softmax", "sigmoid", "topk", "sort", "softplus", "tanh"})
 ATTENTION_OPERATION = "scaled_dot_product_attention"
 _WATCHED = PRODUCTS | SQUASHES | {ATTENTION_OPERATION}
 _OPERANDS = ("query", "key", "value", "attention_mask")
+
+
+_Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +70,7 @@ class Call:
     end: int = -1
     first: str | int | None = None
     arguments: dict[str | int, Seen] = field(default_factory=dict[str | int, Seen])
-    results: dict[str | int, Seen] = field(default_factory=dict[str | int, Seen])
+    results: dict[int, Seen] = field(default_factory=dict[int, Seen])
     is_tensor: bool = False
 
     @property
@@ -89,7 +95,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """One tensor operation, inside the innermost module at `path`."""
+    """One tensor operation, inside the innermost module at `path`. A product with a weight has no inputs here."""
 
     name: str
     path: str
@@ -167,14 +173,14 @@ class _Listener:
     def __init__(self, model: nn.Module, tokens: int) -> None:
         self.recording = Recording(tokens)
         self.muted = False
-        self._paths = {id(module): path for path, module in model.named_modules() if path}
-        self._modules = {path: module for path, module in model.named_modules() if path}
+        self._modules = {path: module for path, module in modules_of(model).items() if path}
+        self._paths = {id(module): path for path, module in self._modules.items()}
         self._open: list[Call] = []
         self._parameters: dict[object, tuple[inspect.Signature, str | int | None]] = {}
         self._events = 0
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
+    def hooked(self) -> Generator[None]:
         handles = [
             handle
             for module in self._modules.values()
@@ -190,17 +196,17 @@ class _Listener:
                 handle.remove()
 
     @contextmanager
-    def listening(self, interface: AttentionInterface) -> Iterator[None]:
+    def listening(self, interface: AttentionInterface) -> Generator[None]:
         """Hear every function that `interface` hands out, by name or by `get_interface`; passive for other models."""
-        own = interface.get_interface
-        table = interface._local_mapping  # pyright: ignore[reportPrivateUsage]  # GeneralInterface, 5.0 to 5.19
+        own = cast("Callable[[str, _Function], _Function]", interface.get_interface)
+        table: dict[str, _Function] = interface._local_mapping  # pyright: ignore[reportPrivateUsage]  # 5.0 to 5.19
         before = dict(table)
 
-        def get_interface(attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        def get_interface(attn_implementation: str, default: _Function) -> _Function:
             return self._heard(own(attn_implementation, default))
 
-        for name, function in dict(interface).items():
-            table[name] = self._heard(function)
+        for name in cast("list[str]", list(interface)):
+            table[name] = self._heard(cast("_Function", interface[name]))
         interface.get_interface = get_interface  # on the instance: the class stays as it is
         try:
             yield
@@ -212,11 +218,11 @@ class _Listener:
     def operation(self, name: str, arguments: Sequence[object], keywords: Mapping[str, object], output: object) -> None:
         if self.muted or not self._open:
             return
-        output = output[0] if isinstance(output, tuple) else output
+        output = cast("tuple[object, ...]", output)[0] if isinstance(output, tuple) else output
         ordered = sorted(keywords, key=lambda name: name not in _OPERANDS)  # query, key, value first; else as passed
-        operands = [*arguments, *(keywords[name] for name in ordered)]
+        operands = [*arguments, *(keywords[name] for name in ordered)] if name not in _WEIGHTED else []
         inputs = tuple(_seen(item) for item in operands if isinstance(item, Tensor))
-        if isinstance(output, Tensor) and inputs:
+        if isinstance(output, Tensor):
             equation = next((item for item in arguments if isinstance(item, str)), None)
             rest = {key: value for key, value in keywords.items() if not isinstance(value, Tensor)}
             self.recording.operations.append(
@@ -238,8 +244,8 @@ class _Listener:
         call = self._open.pop()
         call.end = self._tick()
         call.is_tensor = isinstance(output, Tensor)
-        items: Mapping[str | int, object] = dict(enumerate(output)) if isinstance(output, tuple | list) else {0: output}
-        call.results = {key: _seen(value) for key, value in items.items() if isinstance(value, Tensor)}
+        items = list(cast("Sequence[object]", output)) if isinstance(output, tuple | list) else [output]
+        call.results = {key: _seen(value) for key, value in enumerate(items) if isinstance(value, Tensor)}
 
     def _bound(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -259,23 +265,23 @@ class _Listener:
                 named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
         return named, first
 
-    def _heard(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _heard(self, function: _Function) -> _Function:
         def hear(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self._paths.get(id(module))
             if path is None or self.muted or not self._open:
                 return function(module, *args, **kwargs)
             self.muted, index = True, self._tick()
             named = dict(zip(_OPERANDS, args, strict=False)) | kwargs
-            operands = [_seen(named[name]) for name in _OPERANDS[:3]]
+            queries, keys, values = (_seen(named[name]) for name in _OPERANDS[:3])
             try:
                 output = function(module, *args, **kwargs)
             finally:
                 self.muted = False
-            heads = output[0] if isinstance(output, tuple) else output
+            heads = cast("tuple[object, ...]", output)[0] if isinstance(output, tuple) else output
             result = _seen(heads) if isinstance(heads, Tensor) else None
             keywords = {key: value for key, value in named.items() if key not in _OPERANDS}
-            self.recording.interface_calls.append(InterfaceCall(path, index, *operands, keywords, result))
-            return output
+            self.recording.interface_calls.append(InterfaceCall(path, index, queries, keys, values, keywords, result))
+            return cast("object", output)
 
         return hear
 
@@ -299,6 +305,12 @@ class _Operations(TorchFunctionMode):
         if name in _WATCHED:
             self._listener.operation(name, args, kwargs or {}, output)
         return output
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module by its path; "" is the model."""
+    named = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())  # torch leaves its memo untyped
+    return dict(named)
 
 
 def _seen(tensor: Tensor) -> Seen:
@@ -335,14 +347,14 @@ def _interfaces(model: nn.Module) -> list[AttentionInterface]:
 
 
 @contextmanager
-def _generators_kept(model: nn.Module) -> Iterator[None]:
+def _generators_kept(model: nn.Module) -> Generator[None]:
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):
         yield
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Generator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -12,7 +12,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from jackfield.engines.transformers.dataflow import Block, Term, close, input_formula, is_linear, is_norm, maker, terms
+from jackfield.engines.transformers.dataflow import (
+    Block,
+    Term,
+    close,
+    input_formula,
+    is_linear,
+    is_norm,
+    least_squares,
+    maker,
+    terms,
+)
 from jackfield.engines.transformers.recording import Call, Seen
 from jackfield.values.anatomy import Formula, Missing
 from jackfield.values.families.names import MIXERS
@@ -59,7 +69,14 @@ def _mixers(block: Block, attention: str | None) -> list[Call]:
     else:
         starts = block.around(attention)
     candidates = [call for call in starts if block.gives_stream(call) and block.once(call)]
-    return [*candidates, *(after for call in candidates for after in _followers(block, call))]
+    followers = [after for call in candidates for after in _followers(block, call)]
+    return [*candidates, *followers, *(last for call in candidates for last in _last_projection(block, call))]
+
+
+def _last_projection(block: Block, call: Call) -> list[Call]:
+    """The projection inside `call` that ran last: what a sublayer makes that then adds the stream to it by itself."""
+    inside = [other for other in block.inside if call.holds(other) and is_linear(other)]
+    return [other for other in inside[-1:] if block.gives_stream(other) and block.once(other)]
 
 
 def _followers(block: Block, call: Call) -> list[Call]:
@@ -98,14 +115,14 @@ def _whole(block: Block, mixers: list[Call], config: object) -> Sublayers | None
     for attention, mlp in _pairs(block, mixers, plain=True):
         values = [term.value for term in (attention, mlp) if term is not None]
         factors = _fit(added, values)
-        if all(abs(factor) > 1e-6 for factor in factors) and _sums(block, sum(f * v for f, v in zip(factors, values))):
+        total = torch.stack([factor * value for factor, value in zip(factors, values, strict=True)]).sum(0)
+        if min(map(abs, factors)) > 1e-6 and _sums(block, total):
             exact = [_exact(factor, block.call.module, config) for factor in factors]
-            scaled = [_scaled(term, by) for term, by in zip((attention, mlp), exact, strict=False) if term is not None]
-            return _found(block, scaled[0], scaled[1] if mlp is not None else None)
+            return _found(block, _scaled(attention, exact[0]), None if mlp is None else _scaled(mlp, exact[1]))
     return None
 
 
-def _sums(block: Block, added: Tensor | int) -> bool:
+def _sums(block: Block, added: Tensor) -> bool:
     return close(block.entering.rows.double() + added, block.leaving.rows, block.dtype)
 
 
@@ -114,18 +131,14 @@ def _found(block: Block, attention: Term, mlp: Term | None) -> Sublayers:
 
 
 def _pairs(block: Block, mixers: list[Call], *, plain: bool = False) -> Iterator[tuple[Term, Term | None]]:
-    """Pairs of summands to try: those read as they are first, then those that carry a residual."""
-    kinds: dict[int, list[tuple[Term, Term | None]]] = {}
+    """Pairs of summands to try: the results as they are first, then (not `plain`) those less a stream passed in."""
     for mixer in mixers:
-        for first, attention in enumerate(terms(block, mixer)):
-            kinds.setdefault(first, []).append((attention, None))
-            for rest in _rest(block, mixer):
-                for second, mlp in enumerate(terms(block, rest)):
-                    kinds.setdefault(first + second, []).append((attention, mlp))
-    for kind in sorted(kinds):
-        yield from kinds[kind]
-        if plain:
-            return
+        attention = next(terms(block, mixer))
+        yield attention, None
+        yield from ((attention, next(terms(block, rest))) for rest in _rest(block, mixer))
+    for mixer in () if plain else mixers:
+        rests = [term for rest in _rest(block, mixer) for term in terms(block, rest)]
+        yield from ((attention, mlp) for attention in terms(block, mixer) for mlp in (None, *rests))
 
 
 def _rest(block: Block, mixer: Call) -> list[Call]:
@@ -136,7 +149,7 @@ def _rest(block: Block, mixer: Call) -> list[Call]:
 
 def _fit(added: Tensor, values: list[Tensor]) -> list[float]:
     columns = torch.stack([value.flatten() for value in values], dim=1)
-    return torch.linalg.lstsq(columns, added.flatten()[:, None]).solution[:, 0].tolist()
+    return [float(factor) for factor in least_squares(columns, added.flatten())]
 
 
 def _exact(factor: float, block: nn.Module, config: object) -> float:
@@ -166,7 +179,7 @@ def _on_the_way(block: Block, mixers: list[Call]) -> Sublayers:
 
 
 def _added(block: Block, calls: Iterable[Call], bases: list[Seen]) -> tuple[Term | None, Seen | None]:
-    """The first of `calls` whose result, added to one of `bases`, is what a module of the block takes, or the block gives."""
+    """The first of `calls` whose result, added to one of `bases`, is seen: taken by a module, or leaving the block."""
     for call in calls:
         taken = [seen for other in block.inside if other.start > call.end for seen in other.arguments.values()]
         term = next(terms(block, call))

@@ -18,8 +18,9 @@ class Family:
         values: per name of the layer's values, where it is, or why it is missing. Paths of sites are below the block,
             and "" is the block itself.
         root: the same of the model's own values. Paths of sites are whole.
-        broken: per identity of the contract that does not hold, why. The identities are "residual_stream", layer_input +
-            attention_output + mlp_output = layer_output, and "head_outputs", probabilities @ values = head outputs.
+        broken: per identity of the contract that does not hold, why. The identities are "residual_stream"
+            (layer_input + attention_output + mlp_output = layer_output), "layer_chain" (layer_output = the next
+            layer_input) and "head_outputs" (probabilities @ values = head outputs).
     """
 
     model_types: tuple[str, ...] = ()
