@@ -1,0 +1,283 @@
+"""The native Llama against transformers' eager one: every value, the cache, edits, gradients."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jackfield.engines.llama import checkpoint, layers
+from jackfield.engines.llama.args import ModelArgs
+from jackfield.engines.llama.layers import Attention, Transformer, precompute_freqs_cis
+from jackfield.errors import InvalidRequest, RequestTooLong
+from tests import zoo
+from tests.engines.llama.native import CASES, LAYER, ROOT, Recorder, both, errors
+from tests.reference.compare import TOLERANCE
+from tests.reference.record import record
+
+PROMPT_TOKENS, STEPS = 12, 4
+CLOSE = TOLERANCE[torch.float32]
+Patch = pytest.MonkeyPatch
+
+
+def tiny(**over: object) -> Transformer:
+    torch.manual_seed(0)
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 61, "multiple_of": 16}
+    return Transformer(ModelArgs(**{**sizes, "max_batch_size": 3, "max_seq_len": 24, **over})).requires_grad_(False)
+
+
+def tokens(batch: int = 1, length: int = 9) -> Tensor:
+    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+# Against transformers.
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_value_is_that_of_transformers(case: str, tmp_path: Path) -> None:
+    theirs, ours = both(case, tmp_path)
+    steps = record(theirs, CASES[case][0], zoo.prompt("llama", PROMPT_TOKENS), STEPS)
+    found = errors(ours, steps)
+    assert found.keys() == {*ROOT, *LAYER}
+    assert max(found.values()) <= CLOSE, found
+
+
+def tiled_heads(patch: Patch) -> None:
+    patch.setattr(layers, "repeat_kv", lambda x, n_rep: x.repeat(1, 1, n_rep, 1))
+
+
+def heads_tiled_in_the_fused_operation(patch: Patch) -> None:
+    fused = F.scaled_dot_product_attention
+
+    def tiled(q: Tensor, k: Tensor, v: Tensor, *mask: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
+        n_rep = q.shape[1] // k.shape[1]
+        return fused(q, k.repeat(1, n_rep, 1, 1), v.repeat(1, n_rep, 1, 1), *mask, is_causal=is_causal)
+
+    patch.setattr(F, "scaled_dot_product_attention", tiled)
+
+
+def scale_of_the_model_width(patch: Patch) -> None:
+    patch.setattr(F, "scaled_dot_product_attention", partial(F.scaled_dot_product_attention, scale=16**-0.5))
+
+
+def unpermuted_queries_and_keys(patch: Patch) -> None:
+    patch.setattr(checkpoint, "interleaved", lambda x: x)
+
+
+def decoding_turned_one_position_late(patch: Patch) -> None:
+    right = Transformer._positions
+
+    def late(self: Transformer, stream: Tensor, start_pos: int, padding: Tensor | None) -> tuple[Tensor, object]:
+        turns, mask = right(self, stream, start_pos, padding)
+        return (self.freqs_cis[start_pos + 1 : start_pos + 2] if start_pos else turns), mask
+
+    patch.setattr(Transformer, "_positions", late)
+
+
+def frequencies_left_as_they_are(patch: Patch) -> None:
+    patch.setattr(layers, "_scaled", lambda frequencies, scaling: frequencies)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "case", "spoilt"),
+    [
+        (tiled_heads, "eight heads", "attention_scores"),
+        (heads_tiled_in_the_fused_operation, "eight heads", "logits"),
+        (scale_of_the_model_width, "free head width", "logits"),
+        (unpermuted_queries_and_keys, "grouped heads", "attention_queries"),
+        (decoding_turned_one_position_late, "grouped heads", "attention_scores"),
+        (frequencies_left_as_they_are, "llama 3 scaling", "attention_scores"),
+        (frequencies_left_as_they_are, "linear scaling", "attention_scores"),
+    ],
+)
+def test_a_mistake_shows(
+    mistake: Callable[[Patch], None], case: str, spoilt: str, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    mistake(monkeypatch)
+    theirs, ours = both(case, tmp_path)
+    steps = record(theirs, CASES[case][0], zoo.prompt("llama", PROMPT_TOKENS), STEPS)
+    assert errors(ours, steps)[spoilt] > 10 * CLOSE
+
+
+def test_announces_values_in_the_order_of_the_contract() -> None:
+    model, recorder = tiny(), Recorder()
+    model.listen(recorder)
+    model(tokens())
+    per_layer = [(name, layer) for layer in range(2) for name in LAYER]
+    announced = [name for name in recorder.order if name[0] != "attention_values"]
+    assert announced == [("token_embeddings", None), *(at for at in per_layer if at[0] != "attention_values"),
+                         ("final_norm_output", None), ("logits", None)]  # fmt: skip
+
+
+# The cache.
+
+
+@pytest.mark.parametrize("cut", [1, 4, 8])
+def test_a_prompt_in_two_parts_is_the_prompt(cut: int) -> None:
+    model, ids = tiny(), tokens(batch=2)
+    whole = model(ids)
+    parts = torch.cat([model(ids[:, :cut], 0), model(ids[:, cut:], cut)], 1)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
+
+
+def test_the_cache_has_its_place_before_the_first_token() -> None:
+    attention = Attention(ModelArgs(dim=32, n_heads=4, n_kv_heads=2, max_batch_size=3, max_seq_len=24))
+    assert attention.cache_k.shape == attention.cache_v.shape == (3, 24, 2, 8)
+    assert (attention.n_local_heads, attention.n_local_kv_heads, attention.n_rep) == (4, 2, 2)
+    place = attention.cache_k.data_ptr()
+    with torch.no_grad():
+        attention(torch.randn(2, 5, 32), 0, precompute_freqs_cis(8, 5), None)
+    assert attention.cache_k.data_ptr() == place
+    written = torch.zeros(3, 24, dtype=torch.bool)
+    written[:2, :5] = True
+    assert torch.equal(attention.cache_k.flatten(2).any(-1), written)
+
+
+def test_a_request_longer_than_the_cache_is_refused() -> None:
+    with pytest.raises(RequestTooLong, match=r"25 tokens do not fit the cache: max_seq_len is 24"):
+        tiny()(tokens(length=20)[:, :5], 20)
+
+
+def test_a_batch_larger_than_the_cache_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"4 requests do not fit the cache: max_batch_size is 3"):
+        tiny()(tokens(batch=4))
+
+
+def test_an_additive_mask_hides_what_it_says() -> None:
+    model, mask = tiny(), torch.zeros(5, 5)
+    mask[:, 2] = -torch.inf
+    block, turns = model.layers[0], precompute_freqs_cis(8, 5)
+    x, y = torch.randn(1, 5, 32), torch.randn(32)
+    before = block(x, 0, turns, mask)
+    x[:, 2] += y
+    changed = (block(x, 0, turns, mask) - before).abs().amax(-1)[0] > 1e-6
+    assert changed.tolist() == [False, False, True, False, False]
+
+
+# Reading and editing.
+
+
+def test_reading_everything_changes_no_bit() -> None:
+    model, ids = tiny(), tokens(batch=2)
+    quiet = [model(ids), model(ids[:, :1], 9)]
+    model.listen(Recorder())
+    assert all(torch.equal(a, b) for a, b in zip(quiet, [model(ids), model(ids[:, :1], 9)], strict=True))
+
+
+@pytest.mark.parametrize("name", [*ROOT, *LAYER])
+def test_an_identity_edit_changes_no_bit(name: str) -> None:
+    model, ids = tiny(), tokens(batch=2)
+    quiet = model(ids)
+    model.listen(Recorder((), **{name: torch.clone}))
+    assert torch.equal(model(ids), quiet)
+
+
+@pytest.mark.parametrize("name", [*ROOT, *LAYER])
+def test_an_edit_reaches_the_logits(name: str) -> None:
+    model, ids = tiny(), tokens()
+    quiet = model(ids)
+    model.listen(Recorder((), **{name: lambda value: value + value.roll(1, -1)}))
+    assert not torch.allclose(model(ids), quiet, atol=1e-4)
+
+
+def test_an_edited_pattern_is_what_the_head_writes() -> None:
+    model, ids = tiny(), tokens()
+    first = Recorder(("attention_values", "attention_head_outputs"))
+    model.listen(first)
+    model(ids)
+
+    def only_the_first_key(pattern: Tensor) -> Tensor:
+        edited = pattern.clone()
+        edited[:, 3, -1] = F.one_hot(torch.tensor(0), pattern.shape[-1]).float()
+        return edited
+
+    second = Recorder(("attention_head_outputs",), attention_probabilities=only_the_first_key)
+    model.listen(second)
+    model(ids)
+    was, now = (r.values["attention_head_outputs", 0] for r in (first, second))
+    torch.testing.assert_close(now[0, -1, 3], first.values["attention_values", 0][0, 1, 0])
+    now[0, -1, 3] = was[0, -1, 3]
+    assert torch.equal(now, was)
+
+
+def test_what_is_masked_stays_masked_and_a_blind_row_writes_zeros() -> None:
+    model = tiny(n_layers=1)
+
+    def future_only(scores: Tensor) -> Tensor:
+        return torch.where(torch.isneginf(scores), 5.0, -torch.inf)
+
+    recorder = Recorder(("attention_head_outputs", "attention_probabilities"), attention_scores=future_only)
+    model.listen(recorder)
+    assert model(tokens()).isfinite().all()
+    assert not recorder.values["attention_probabilities", 0].any()
+    assert not recorder.values["attention_head_outputs", 0].any()
+
+
+def test_an_edited_cache_is_read_at_the_next_step() -> None:
+    model, ids = tiny(), tokens()
+    quiet = [model(ids), model(ids[:, :1], 9)][1]
+    model.listen(Recorder((), attention_cached_values=lambda value: 2 * value))
+    model(ids)
+    model.listen(None)
+    assert not torch.allclose(model(ids[:, :1], 9), quiet, atol=1e-4)
+
+
+# Gradients.
+
+
+def put_first(model: Transformer, name: str, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Changes the first `name` of the next run alone; the list then holds what it was changed to."""
+    put: list[Tensor] = []
+
+    def edit(value: Tensor) -> Tensor:
+        if put:
+            return value
+        put.append(change(value.detach()))
+        return put[0]
+
+    model.listen(Recorder((), **{name: edit}))
+    return put
+
+
+@pytest.mark.parametrize("start_pos", [0, 4])
+@pytest.mark.parametrize("name", ["token_embeddings", "attention_keys", "attention_probabilities", "mlp_activations"])
+def test_gradients_are_finite_differences(name: str, start_pos: int) -> None:
+    model, ids = tiny().double(), tokens()
+    model(ids[:, : start_pos or 1])
+
+    def logit(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        put = put_first(model, name, change)
+        return model(ids[:, start_pos:], start_pos)[0, -1, 7], put[0]
+
+    loss, value = logit(lambda value: value.clone().requires_grad_())
+    (gradient,) = torch.autograd.grad(loss, value)
+    direction = torch.randn(value.shape, generator=torch.Generator().manual_seed(3)).to(value)
+    above, below = (logit(lambda value, step=step: value + step * direction)[0] for step in (1e-2, -1e-2))
+    torch.testing.assert_close((gradient * direction).sum().double(), (above - below) / 2e-2, rtol=2e-3, atol=1e-5)
+
+
+def test_a_graph_survives_the_next_step() -> None:
+    model, ids = tiny().requires_grad_(True), tokens()
+    first = model(ids)
+    second = model(ids[:, :1], 9)
+    (first.sum() + second.sum()).backward()
+    assert model.layers[0].attention.wk.weight.grad.abs().sum() > 0
+
+
+# Precision.
+
+
+def test_bfloat16_keeps_its_norms_turns_and_softmax_in_float32() -> None:
+    wide, narrow = tiny(), tiny().bfloat16()
+    recorder = Recorder(("attention_scores", "attention_probabilities", "layer_output"))
+    narrow.listen(recorder)
+    logits = narrow(tokens())
+    dtypes = {name: value.dtype for (name, _), value in recorder.values.items()}
+    assert dtypes["attention_scores"] == dtypes["attention_probabilities"] == torch.float32
+    assert dtypes["layer_output"] == logits.dtype == narrow.layers[0].attention.cache_k.dtype == torch.bfloat16
+    assert narrow.freqs_cis.dtype == torch.complex64
+    error = (logits.float() - wide(tokens())).abs().amax(-1) / wide(tokens()).abs().amax(-1)
+    assert error.max() < 5e-2
