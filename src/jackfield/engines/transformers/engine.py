@@ -29,7 +29,13 @@ from jackfield.values.interface import AttentionFuser
 from jackfield.values.layer import Layer, part_at
 from jackfield.values.part import Part
 
-QUERY_HEADS = ("attention_keys", "attention_keys_prerotary", "attention_values", "attention_cached_keys", "attention_cached_values")
+QUERY_HEADS = (
+    "attention_keys",
+    "attention_keys_prerotary",
+    "attention_values",
+    "attention_cached_keys",
+    "attention_cached_values",
+)
 
 
 class TransformersEngine(Engine):
@@ -46,7 +52,9 @@ class TransformersEngine(Engine):
         **options: Any,
     ) -> None:
         if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, int) or max_num_seqs < 1:
-            raise InvalidRequest(f"max_num_seqs={max_num_seqs!r}: it is how many prompts run in one batch, an int from 1.")
+            raise InvalidRequest(
+                f"max_num_seqs={max_num_seqs!r}: it is how many prompts run in one batch, an int from 1."
+            )
         loaded, self.tokenizer = load(model, dtype=dtype, device=device, **options)
         self.max_num_seqs = max_num_seqs
         self.config = loaded.config
@@ -169,7 +177,9 @@ class _Execution:
 
     def __init__(self, engine: TransformersEngine, requests: Sequence[Request]) -> None:
         self.engine, self.requests = engine, requests
-        self.rows = [(request, row) for request in requests for row in Row(request.prompt_token_ids, request.sampling).samples()]
+        self.rows = [
+            (request, row) for request in requests for row in Row(request.prompt_token_ids, request.sampling).samples()
+        ]
         self.workers: dict[int, Worker] = {}
         self.tracers: dict[int, Tracer] = {}
         self.run_: Run | None = None
@@ -178,7 +188,9 @@ class _Execution:
         engine = self.engine
         traced = any(request.block is not None for request in self.requests)
         try:
-            completions = decode(engine.model, engine.tokenizer, [row for _, row in self.rows], self if traced else None)
+            completions = decode(
+                engine.model, engine.tokenizer, [row for _, row in self.rows], self if traced else None
+            )
         except Abandoned:
             completions = [_abandoned(row) for _, row in self.rows]
         finally:
@@ -190,7 +202,10 @@ class _Execution:
     def begin(self, layout: Layout) -> None:
         """A group of rows is about to run together."""
         self._close()
-        group = [self._worker(row, index, pad, len(layout.rows)) for index, (row, pad) in enumerate(zip(layout.rows, layout.pads, strict=True))]
+        group = [
+            self._worker(row, index, pad, len(layout.rows))
+            for index, (row, pad) in enumerate(zip(layout.rows, layout.pads, strict=True))
+        ]
         workers = [worker for worker in group if worker is not None]
         names = frozenset[str]().union(*(request.block.names for request in self.requests if request.block is not None))
         width = len(self.rows[layout.rows[0]][1].prompt_token_ids) + layout.pads[0]
@@ -254,7 +269,12 @@ def _facts(model: PreTrainedModel, layers: Sequence[Any]) -> Facts:
     config = model.config.get_text_config()
     attention = next((layer.attention for layer in layers if not isinstance(layer.attention, Missing)), None)
     intermediate = next(
-        (getattr(config, name) for name in ("intermediate_size", "ffn_dim", "n_inner") if isinstance(getattr(config, name, None), int)), 0
+        (
+            getattr(config, name)
+            for name in ("intermediate_size", "ffn_dim", "n_inner")
+            if isinstance(getattr(config, name, None), int)
+        ),
+        0,
     )
     return Facts(
         num_layers=len(layers),

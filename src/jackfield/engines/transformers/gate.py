@@ -139,5 +139,3 @@ class Gate:
             return forward(*args, **kwargs)
         with listener:
             return forward(*args, **kwargs)
-
-

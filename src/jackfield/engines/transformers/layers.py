@@ -150,7 +150,7 @@ def _describe(block: Block, recording: Recording, attends: list[Attend], config:
     module = next(call.module for call in block.inside if call.path == attend.path)
     clip = _held(CLIPS, module, config)
     own = _held(LAYER_NUMBERS, module)
-    cache_layer, missing = _cached(recording, attend, own)
+    cache_layer, unheld = _cached(recording, attend, own)
     keys = find_heads(block, attend, attend.keys, clip)
     if isinstance(keys, Missing) and cache_layer is not None and own is not None and cache_layer != own:
         keys = Missing(f"this layer has no keys of its own: it attends to those of layer {cache_layer}")
@@ -167,7 +167,7 @@ def _describe(block: Block, recording: Recording, attends: list[Attend], config:
         calls=sum(other.path == attend.path for other in attends),
         output_projection=_output_projection(block, attend),
         cache_layer=cache_layer,
-        missing=missing,
+        unheld=unheld,
         queries_prerotary=find_heads(block, attend, attend.queries, clip),
         keys_prerotary=keys,
     )
@@ -191,7 +191,7 @@ def _output_projection(block: Block, attend: Attend) -> str | None:
 
 
 def _cached(recording: Recording, attend: Attend, own: float | None) -> tuple[int | None, dict[str, str]]:
-    """The layer of the cache with the keys that the op received, and what the cache does not have, with the reason.
+    """The layer of the cache with the keys that the op received, and which operands it does not hold, with the reason.
 
     Layers may share keys and values, and a cache may hold something that they are made of (latents).
     """
@@ -201,10 +201,10 @@ def _cached(recording: Recording, attend: Attend, own: float | None) -> tuple[in
     number = next(holding, None)
     if number is None:
         reason = "the cache of this model does not hold the keys and values that its attention receives"
-        return None, {"attention_cached_keys": reason, "attention_cached_values": reason}
+        return None, {"k": reason, "v": reason}
     if _ends_with(attend.values, getattr(layers[number], "values", None)):
         return number, {}
-    return number, {"attention_cached_values": "the attention receives the cached values rearranged"}
+    return number, {"v": "the attention receives the cached values rearranged"}
 
 
 def _ends_with(heads: torch.Tensor, cached: object) -> bool:

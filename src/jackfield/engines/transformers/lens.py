@@ -26,7 +26,9 @@ class Lens:
             self._tail = self._find()
         hidden = self._model.config.get_text_config().hidden_size
         if not x.is_floating_point() or x.shape[-1:] != (hidden,):
-            raise EditMismatch(f"project_on_vocab takes [..., {hidden}] in floating point; it was given {x.dtype} {tuple(x.shape)}.")
+            raise EditMismatch(
+                f"project_on_vocab takes [..., {hidden}] in floating point; it was given {x.dtype} {tuple(x.shape)}."
+            )
         with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
             for module in self._tail:
                 if norm or module is not self._norm:
@@ -68,7 +70,9 @@ class Lens:
         ]
 
 
-def _recorder(passed: list[tuple[nn.Module, Tensor, Tensor]]) -> Callable[[nn.Module, tuple[object, ...], object], None]:
+def _recorder(
+    passed: list[tuple[nn.Module, Tensor, Tensor]],
+) -> Callable[[nn.Module, tuple[object, ...], object], None]:
     def record(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         given = args[0] if args else None
         result = output[0] if isinstance(output, tuple) else output
@@ -91,9 +95,13 @@ def _finish(model: PreTrainedModel, head: Tensor, logits: Tensor) -> Callable[[T
         candidates += [_capped(float(cap), before) for before in list(candidates)]
     tolerance = TOLERANCE.get(logits.dtype, 2e-2)
     for candidate in candidates:
-        if torch.allclose(candidate(head).float(), logits.float(), rtol=tolerance, atol=tolerance * float(logits.abs().max())):
+        if torch.allclose(
+            candidate(head).float(), logits.float(), rtol=tolerance, atol=tolerance * float(logits.abs().max())
+        ):
             return candidate
-    raise Unavailable("project_on_vocab is not available: how this model makes logits of its final norm's output was not understood.")
+    raise Unavailable(
+        "project_on_vocab is not available: how this model makes logits of its final norm's output was not understood."
+    )
 
 
 def _same(x: Tensor) -> Tensor:

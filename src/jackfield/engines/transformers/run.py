@@ -7,19 +7,21 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from jackfield.engines.transformers.attention_call import Masks
+from jackfield.engines.transformers.beside import Masks
 from jackfield.engines.transformers.dispatch import SWITCHBOARD
 from jackfield.engines.transformers.gate import Call, Gate
 from jackfield.engines.transformers.listening import listen, listen_projection
-from jackfield.engines.transformers.tap import PORTS, AttentionTap
+from jackfield.engines.transformers.tap import AttentionTap
 from jackfield.interleave.interleaver import Interleaver
-from jackfield.interleave.site import Port, Site
+from jackfield.interleave.site import Port
 from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Slot, Worker
-from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Projection
+from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Missing, Projection
 
 RAW_NAMES = frozenset({"input", "inputs", "output"})
-DYNAMIC_NAMES = frozenset({"getattr", "attrgetter", "read"})  # what a block reads through these does not stand in its code
+DYNAMIC_NAMES = frozenset(
+    {"getattr", "attrgetter", "read"}
+)  # what a block reads through these does not stand in its code
 
 
 class Abandoned(BaseException):
@@ -30,7 +32,12 @@ class Run:
     """The interleaver of one batch, and what it has put up in the model."""
 
     def __init__(
-        self, model: PreTrainedModel, anatomy: Anatomy, workers: Sequence[Worker], padded_length: int, names: frozenset[str]
+        self,
+        model: PreTrainedModel,
+        anatomy: Anatomy,
+        workers: Sequence[Worker],
+        padded_length: int,
+        names: frozenset[str],
     ) -> None:
         self.model, self.anatomy, self.padded_length = model, anatomy, padded_length
         self.interleaver = Interleaver(workers, self._open)
@@ -45,7 +52,9 @@ class Run:
             if isinstance(layer.attention, AttentionAnatomy)
         }
         self._connected: dict[nn.Module, AttentionTap] = {}
-        self._listens = any(name.startswith("attention_") or name == "attn" for name in names) or bool(names & DYNAMIC_NAMES)
+        self._listens = any(name.startswith("attention_") or name == "attn" for name in names) or bool(
+            names & DYNAMIC_NAMES
+        )
         self._put_up(names)
 
     @property
@@ -88,7 +97,9 @@ class Run:
     def _put_up(self, names: frozenset[str]) -> None:
         root = self._gate("")
         root.on_enter, root.on_leave = self._begin, self._end
-        containers = [path for layer in self.anatomy.layers for path in (layer.path, layer.attention_path, layer.mlp_path)]
+        containers = [
+            path for layer in self.anatomy.layers for path in (layer.path, layer.attention_path, layer.mlp_path)
+        ]
         for path in dict.fromkeys(path for path in (*containers, *self._modules) if path):
             self._gate(path)
         if any("prerotary" in name for name in names) or names & DYNAMIC_NAMES:
@@ -177,14 +188,7 @@ class Run:
 def projections(anatomy: AttentionAnatomy) -> list[Projection]:
     """The projections whose results hold pre-rotary queries and keys."""
     found: list[Projection] = []
-    for each in (anatomy.queries_prerotary, anatomy.keys_prerotary):
-        found.extend(each if isinstance(each, tuple) else [each] if isinstance(each, Projection) else [])
+    for heads in (anatomy.queries_prerotary, anatomy.keys_prerotary):
+        if not isinstance(heads, Missing):
+            found.extend(heads if isinstance(heads, tuple) else [heads])
     return found
-
-
-def site_ports() -> tuple[Port, ...]:
-    """The ports of an attention op, in the order in which they pass."""
-    return PORTS
-
-
-__all__ = ["Abandoned", "Run", "Site", "projections"]

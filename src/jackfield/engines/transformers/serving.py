@@ -20,7 +20,7 @@ from jackfield.engines.transformers.channels import (
 from jackfield.errors import Unavailable
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Channel
-from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Formula, Missing, Projection
+from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Formula, Missing
 from jackfield.values.attention import AttentionValues
 from jackfield.values.layer import LayerValues, values
 from jackfield.values.mlp import MlpValues
@@ -116,18 +116,22 @@ class Serving:
             return Missing(attention.missing[name])
         if name in ("attention_premix", "attention_head_results"):
             return self._premix(name, title, attention)
+        if name.endswith("_prerotary"):
+            return _prerotary(name, title, attention, call or 0)
         if attention.calls > 1 and call is None:
-            return Missing(f"this attention attends {attention.calls} times: take attention.calls[0] to [{attention.calls - 1}]")
+            return Missing(
+                f"this attention attends {attention.calls} times: take attention.calls[0] to [{attention.calls - 1}]"
+            )
         at = call or 0
         if name in OPERANDS:
-            return OperandChannel(title, attention.path, OPERANDS[name], at)
+            return OperandChannel(title, attention.path, OPERANDS[name], at, attention.unheld.get(OPERANDS[name]))
         if name in CACHED:
-            return CachedChannel(title, attention.path, CACHED[name], at)
+            return CachedChannel(title, attention.path, CACHED[name], at, attention.unheld.get(CACHED[name]))
         if name in SCORES:
             return ScoresChannel(title, attention.path, at, pattern=SCORES[name])
         if name == "attention_head_outputs":
             return HeadOutputsChannel(title, attention.path, at)
-        return _prerotary(name, title, attention, at)
+        return Missing("nothing serves this name")
 
     def _premix(self, name: str, title: str, attention: AttentionAnatomy) -> Channel | Missing:
         if attention.output_projection is None:
@@ -144,8 +148,7 @@ def _prerotary(name: str, title: str, attention: AttentionAnatomy, call: int) ->
     found = attention.queries_prerotary if queries else attention.keys_prerotary
     if isinstance(found, Missing):
         return found
-    pieces = (found,) if isinstance(found, Projection) else tuple(found)
-    return PrerotaryChannel(title, attention.path, pieces, call)
+    return PrerotaryChannel(title, attention.path, found if isinstance(found, tuple) else (found,), call)
 
 
 def _title(name: str, layer: int | None) -> str:

@@ -6,8 +6,10 @@ from typing import Any, Protocol
 from greenlet import getcurrent
 from torch import Tensor, nn
 
-from jackfield.engines.transformers.attention_call import AttentionCall, Beside, Inline, Masks
+from jackfield.engines.transformers.attention_call import AttentionCall
+from jackfield.engines.transformers.beside import Beside, Masks
 from jackfield.engines.transformers.dispatch import AttentionFunction
+from jackfield.engines.transformers.inline_attention import Inline
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.step import Rows
@@ -54,7 +56,12 @@ class AttentionTap:
         return any(slot.workers for call in range(self.anatomy.calls) for slot in self.slots(call))
 
     def dispatch(
-        self, function: AttentionFunction, implementation: str | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: AttentionFunction,
+        implementation: str | None,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[Tensor, Any]:
         """A call of the attention interface: what the model would have run runs, with what blocks changed."""
         if getcurrent() is not self.run.interleaver.home:
@@ -76,11 +83,22 @@ class AttentionTap:
 
     # -- the op's own maths, listened to (listening.AttentionListener)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float | None, run: Callable[..., Tensor], causal: bool = False) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        scale: float | None,
+        run: Callable[..., Tensor],
+        causal: bool = False,
+    ) -> Tensor:
         """A module that calls scaled dot-product attention itself. Returns [batch, head, token, d_value]."""
         slots = self.slots(self.calls)
         self.calls += 1
-        call = Beside(q, k, v, *self._place, mask=mask, masks=self.run.masks, scale=scale, softcap=None, sinks=None, causal=causal)
+        call = Beside(
+            q, k, v, *self._place, mask=mask, masks=self.run.masks, scale=scale, softcap=None, sinks=None, causal=causal
+        )
         self._equip(call)
         self._offer(slots, call)
         call.outputs = run(call.q, call.k, call.v).transpose(1, 2)
@@ -150,7 +168,14 @@ class AttentionTap:
             self.run.interleaver.meet(slots[3], call)
 
     def _beside(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any], implementation: str | None, module: nn.Module
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        options: dict[str, Any],
+        implementation: str | None,
+        module: nn.Module,
     ) -> Beside:
         used = {name: item for name, item in options.items() if implementation != "sdpa" or name not in DROPPED_BY_SDPA}
         causal = options.get("is_causal")

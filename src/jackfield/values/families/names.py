@@ -11,3 +11,6 @@ CLIPS = ("clip_qkv",)
 
 LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_index")
 """An attention's attribute that says which layer of the cache is its own."""
+
+MULTIPLIERS = ("residual_multiplier", "residual_scale", "scale_depth")
+"""In a configuration: what a block may multiply its summands with."""
