@@ -137,11 +137,15 @@ def _adopted(
 
 
 def _config(name: str, where: Mapping[str, Any]) -> PretrainedConfig:
+    folder = Path(name, where.get("subfolder", ""))
+    if folder.is_dir() and not (folder / "config.json").is_file() and "gguf_file" not in where:
+        raise UnknownModel(f"{name!r}: that folder holds no model: there is no config.json in it.")
     try:
         return cast("PretrainedConfig", AutoConfig.from_pretrained(name, **where))
     except OSError as error:
-        folder = "that folder holds no model" if Path(name).is_dir() else "there is no such folder here"
-        raise UnknownModel(f"{name!r}: {folder}, and as a hub name: {_first_line(error)}") from error
+        raise UnknownModel(
+            f"{name!r}: there is no such folder here, and as a hub name: {_first_line(error)}"
+        ) from error
     except (ValueError, KeyError, ImportError) as error:
         raise UnsupportedModel(f"{name!r}: transformers cannot read its configuration: {_first_line(error)}") from error
 

@@ -50,7 +50,7 @@ class RowSampler(LogitsProcessor):
         self._progress = progress
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
-        """The scores [row, vocab]: of a row that chose, all but its token at -inf. In place, on `generate`'s own copy."""
+        """The scores [row, vocab]: a row that chose has its token alone above -inf. In place: they are a copy."""
         free = scores.detach()
         for row, choice in self._rows.items():
             if self._progress[row].finish_reason is None:
