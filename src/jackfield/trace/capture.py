@@ -53,7 +53,7 @@ class Block:
         plain, given = _plain(function)
         code, saved = _rewritten(plain)
         outside = {**given, **_taken(plain)}
-        names = words(code, outside.values())
+        names = words(plain.__code__, outside.values())
         origin = f"{code.co_filename}:{code.co_firstlineno}"
         return cls(code, outside, names, saved, origin, plain.__module__, takes_model=True)
 
@@ -112,7 +112,7 @@ def _lifted(text: BodyText, seen: Mapping[str, Any], tracers: frozenset[str], fr
     return Block(
         code,
         outside,
-        words(code, used.values()),
+        words(text.written, used.values()),
         text.saved,
         origin,
         frame.f_globals.get("__name__", "__main__"),

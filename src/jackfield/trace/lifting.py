@@ -22,6 +22,7 @@ class BodyText:
 
     `reads` are the names that it takes from outside; `early` are those of its own that it may read before it has bound
     them, so that they start from the outside value, where there is one. `target` is the name that the `with` binds.
+    `written` is the body's code before its saves were rewritten.
     """
 
     statements: tuple[ast.stmt, ...]
@@ -31,6 +32,7 @@ class BodyText:
     changes: tuple[Change, ...]
     reads: frozenset[str]
     early: frozenset[str]
+    written: CodeType
 
     @property
     def targets(self) -> frozenset[str]:
@@ -63,14 +65,15 @@ def body_text(found: With, tracers: frozenset[str]) -> BodyText:
     target = refusals.header(found)
     statements = [own_copy(statement, found.place) for statement in found.node.body]
     refusals.walk(statements)
+    written = statements_code(statements, "block", (), found.place)
     scope = Scope()
     scope.walk(statements)
     saves = Saves(found.place.filename, tracers | _one(target))
     statements = saves.rewrite(statements)
-    code = statements_code(statements, "block", (), found.place)
-    early = frozenset(scope.early.intersection((*code.co_varnames, *code.co_cellvars)))
-    reads = global_names(code) | early
-    return BodyText(tuple(statements), found.place, target, tuple(saves.names), tuple(scope.changes), reads, early)
+    early = frozenset(scope.early.intersection((*written.co_varnames, *written.co_cellvars)))
+    reads = global_names(written) | early
+    saved, changes = tuple(saves.names), tuple(scope.changes)
+    return BodyText(tuple(statements), found.place, target, saved, changes, reads, early, written)
 
 
 @functools.lru_cache(maxsize=256)

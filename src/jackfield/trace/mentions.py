@@ -136,10 +136,10 @@ def _methods(kind: type) -> Iterator[Any]:
 
 
 def _is_installed(module: ModuleType | None) -> bool:
-    """Built-in modules have no file; a notebook's `__main__` has none either."""
-    return module is None or (
-        module.__name__ != "__main__" and _installed(getattr(module, "__file__", None) or "<frozen>")
-    )
+    """A notebook's `__main__` has no file, nor have built-in modules; what was imported by hand may be no module."""
+    if module is None or module.__name__ == "__main__":
+        return False
+    return _installed(getattr(module, "__file__", None) or "<frozen>")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,12 +20,21 @@ class Skipped(BaseException):
     """Raised in a body to end it; never seen outside of its `with`."""
 
 
-class _Tracing(NamedTuple):
-    """What traced before us."""
+class _Before(NamedTuple):
+    """What traced before us: the tracer of all calls, and what it asked for in the frame of the `with`."""
 
     everywhere: Any
     here: Any
     opcodes: bool
+
+    @property
+    def in_c(self) -> bool:
+        """Whether it is written in C, as coverage's: it sees every frame without asking, until it is replaced."""
+        return self.everywhere is not None and not isinstance(self.everywhere, FunctionType | MethodType)
+
+    def local(self, frame: FrameType) -> Any:
+        """What is told of the events in `frame`."""
+        return self.everywhere if self.in_c else frame.f_trace
 
 
 @dataclass(slots=True)
@@ -34,21 +43,22 @@ class Skip:
 
     _frame: FrameType | None
     _target: str | None
-    _before: _Tracing
+    _before: _Before
     _entered: Any = None
     _done: bool = False
 
     @classmethod
     def of(cls, frame: FrameType, target: str | None) -> "Skip":
         """To be called, however deep, from the `__enter__` that `frame` calls. Raises NoSource where tracing is off."""
-        skip = cls(frame, target, _Tracing(sys.gettrace(), frame.f_trace, frame.f_trace_opcodes))
+        skip = cls(frame, target, _Before(sys.gettrace(), frame.f_trace, frame.f_trace_opcodes))
         if not _calls_tracers():
             sys.settrace(skip._before.everywhere)
             reason = "it is entered from inside a debugger or another trace function, where Python skips nothing"
             raise no_source(frame.f_code.co_filename, frame.f_lineno, reason)
         frame.f_trace_opcodes = True
         frame.f_trace = skip._end_body
-        _entry(frame).f_trace = skip._catch_entered
+        for called in _called_by(frame):
+            called.f_trace = skip._watch(skip._before.local(called))
         sys.settrace(_ignore)
         return skip
 
@@ -77,18 +87,25 @@ class Skip:
             raise Skipped
         return self._end_body
 
-    def _catch_entered(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
-        if event == "return":
-            self._entered = argument
-        return self._catch_entered
+    def _watch(self, local: Any) -> Callable[..., Any]:
+        """Catches what `__enter__` returns. Tracers count calls and returns: `local` is told of all."""
+
+        def watch(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+            if event == "return" and frame.f_back is self._frame:
+                self._entered = argument
+            if local is not None:
+                local(frame, event, argument)
+            return watch
+
+        return watch
 
     def _put_back(self, frame: FrameType) -> None:
         before = self._before
-        # A tracer written in C, such as coverage's, sees a frame without asking it, until it has been replaced.
-        in_c = before.everywhere is not None and not isinstance(before.everywhere, FunctionType | MethodType)
-        frame.f_trace = before.everywhere if in_c and before.here is None else before.here
-        frame.f_trace_opcodes = before.opcodes
+        frame.f_trace, frame.f_trace_opcodes = before.here, before.opcodes
         sys.settrace(before.everywhere)
+        if before.in_c:  # it will see these return, and has not seen them called; it puts itself back in earnest
+            for called in reversed(_called_by(frame)):
+                before.everywhere(called, "call", None)
 
 
 def reraise(error: BaseException) -> NoReturn:
@@ -100,13 +117,14 @@ def reraise(error: BaseException) -> NoReturn:
         error.__context__ = context
 
 
-def _entry(frame: FrameType) -> FrameType:
-    """The frame that `frame` called, and that called us."""
+def _called_by(frame: FrameType) -> list[FrameType]:
+    """The frames that lead from `frame` to our caller, the last one first."""
     called = inspect.currentframe()
-    while called is not None and called.f_back is not frame:
+    called, frames = called and called.f_back, list[FrameType]()
+    while called is not None and called is not frame:
+        frames.append(called)
         called = called.f_back
-    assert called is not None, "a body is skipped from the __enter__ of its `with`"
-    return called
+    return frames
 
 
 def _ignore(frame: FrameType, event: str, argument: Any) -> None:

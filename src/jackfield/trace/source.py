@@ -171,17 +171,23 @@ def _same_text(statements: list[ast.stmt], code: CodeType, place: Place, *, rewr
         own = statements_code(statements, code.co_name, (), place)
     except SyntaxError:  # a `break` out of the block and the like: lifting refuses it with its line
         return True
-    annotated = _annotated_lines(statements)
-    text, running = ({m for m in _mentioned(c, _extent(statements)) if m[0] not in annotated} for c in (own, code))
+    otherwise = _lines_compiled_otherwise(statements)
+    text, running = ({m for m in _mentioned(c, _extent(statements)) if m[0] not in otherwise} for c in (own, code))
     return text <= running if rewritten else text == running
 
 
-def _annotated_lines(statements: list[ast.stmt]) -> set[int]:
-    """Only the code of a module, or of a class, evaluates the annotation of a variable."""
-    inside = (node for statement in statements for node in ast.walk(statement))
-    return {
-        line for n in inside if isinstance(n, ast.AnnAssign) for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)
-    }
+def _lines_compiled_otherwise(statements: list[ast.stmt]) -> set[int]:
+    """A module's code evaluates the annotations of variables; a `return` inside of a `with` leaves that first."""
+    own = [node for node in own_nodes(statements) if isinstance(node, ast.AnnAssign | ast.Return)]
+    return {line for node in own for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+def own_nodes(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """The nodes of a block that are not of a function or class inside it."""
+    for node in nodes:
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            yield from own_nodes(ast.iter_child_nodes(node))
 
 
 def _extent(statements: list[ast.stmt]) -> tuple[tuple[int, int], tuple[int, int]]:
