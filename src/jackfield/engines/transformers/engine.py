@@ -2,27 +2,25 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from jackfield.engines.company import Company
 from jackfield.engines.engine import Engine, Facts, Outcome, Request
-from jackfield.engines.request import Completion, FinishReason, Sampling, admit
+from jackfield.engines.request import FinishReason, Sampling, admit
 from jackfield.engines.transformers.alibi import alibi_slopes
 from jackfield.engines.transformers.anatomy import read_anatomy
 from jackfield.engines.transformers.channels import OpInputsChannel, OpOutputChannel, RawChannel
 from jackfield.engines.transformers.decode import Layout, Row, decode
 from jackfield.engines.transformers.lens import Lens
 from jackfield.engines.transformers.loading import limits, load
-from jackfield.engines.transformers.run import RAW_NAMES, Abandoned, Run
+from jackfield.engines.transformers.run import RAW_NAMES, Run
 from jackfield.engines.transformers.serving import Serving
 from jackfield.errors import EngineDied, InvalidRequest, TracingError, UnknownValue, near
-from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Channel, Worker
-from jackfield.trace.tracer import Tracer
 from jackfield.values.anatomy import AttentionAnatomy, Missing
 from jackfield.values.families.family import Family
 from jackfield.values.interface import AttentionFuser
@@ -127,7 +125,8 @@ class TransformersEngine(Engine):
         return None
 
     def step_value(self, name: str, worker: Worker) -> Tensor:
-        assert self._run is not None and self._run.input_ids is not None
+        assert self._run is not None
+        assert self._run.input_ids is not None
         rows = worker.rows
         return self._run.input_ids[rows.index : rows.index + 1, rows.tokens(worker.step)].clone()
 
@@ -173,56 +172,42 @@ class TransformersEngine(Engine):
 
 
 class _Execution:
-    """One call of `execute`: its rows, their workers, and the run that decoding has begun. decode's Control."""
+    """One call of `execute`: its rows, and the run that decoding has begun. decode's Control."""
 
     def __init__(self, engine: TransformersEngine, requests: Sequence[Request]) -> None:
-        self.engine, self.requests = engine, requests
-        self.rows = [
-            (request, row) for request in requests for row in Row(request.prompt_token_ids, request.sampling).samples()
-        ]
-        self.workers: dict[int, Worker] = {}
-        self.tracers: dict[int, Tracer] = {}
+        self.engine, self.company = engine, Company(engine, requests)
+        samples = self.company.samples
+        self.rows = [Row(self.company.token_ids(i), sample.sampling) for i, sample in enumerate(samples)]
         self.run_: Run | None = None
 
     def run(self) -> list[Outcome]:
         engine = self.engine
-        traced = any(request.block is not None for request in self.requests)
+        traced = any(request.block is not None for request in self.company.requests)
         try:
-            completions = decode(
-                engine.model, engine.tokenizer, [row for _, row in self.rows], self if traced else None
-            )
-        except Abandoned:
-            completions = [_abandoned(row) for _, row in self.rows]
+            completions = decode(engine.model, engine.tokenizer, self.rows, self if traced else None)
+            self._close()  # before results are made of it: it ends what a block left running
+            return self.company.outcomes(completions)
         finally:
             self._close()
-        return self._outcomes(completions)
 
     # -- decode's Control
 
     def begin(self, layout: Layout) -> None:
         """A group of rows is about to run together."""
         self._close()
-        group = [
-            self._worker(row, index, pad, len(layout.rows))
-            for index, (row, pad) in enumerate(zip(layout.rows, layout.pads, strict=True))
-        ]
-        workers = [worker for worker in group if worker is not None]
-        names = frozenset[str]().union(*(request.block.names for request in self.requests if request.block is not None))
-        width = len(self.rows[layout.rows[0]][1].prompt_token_ids) + layout.pads[0]
+        workers = self.company.workers_of(layout.rows, layout.pads)
+        width = len(self.rows[layout.rows[0]].prompt_token_ids) + layout.pads[0]
         engine = self.engine
-        self.run_ = engine._run = Run(engine.model, engine.anatomy, workers, width, names)
+        self.run_ = engine._run = Run(engine.model, engine.anatomy, workers, width, self.company.names)
         self.run_.start()
 
     def finished(self, row: int) -> FinishReason | None:
         """A reason to end a row after this step."""
-        worker = self.workers.get(row)
-        if worker is None:
-            return None
-        return "error" if worker.error is not None else "stopped" if worker.stopped else None
+        return self.company.verdict(row)
 
     def ended(self, row: int) -> None:
         """A row has its last token: its block sees no more steps."""
-        worker = self.workers.get(row)
+        worker = self.company.workers.get(row)
         if worker is not None and self.run_ is not None:
             self.run_.interleaver.finish(worker)
 
@@ -230,39 +215,10 @@ class _Execution:
         """Whether every row is to end."""
         return False
 
-    def _worker(self, row: int, index: int, pad: int, batch_size: int) -> Worker | None:
-        request, each = self.rows[row]
-        if request.block is None:
-            return None
-        worker = Worker(Rows(index, pad, len(each.prompt_token_ids)), batch_size)
-        tracer = Tracer(worker, self.engine.facts.device, getattr(request.prompt, "text", None), each.prompt_token_ids)
-        worker.owner, worker.finalize = self.engine, tracer.finalize
-        worker.body = request.block.bind(tracer, self.engine.facts.device, request.model)
-        self.workers[row], self.tracers[row] = worker, tracer
-        return worker
-
     def _close(self) -> None:
         if self.run_ is not None:
             run, self.run_, self.engine._run = self.run_, None, None
             run.close()
-
-    def _outcomes(self, completions: Sequence[Completion]) -> list[Outcome]:
-        outcomes = [Outcome() for _ in self.requests]
-        owner = [number for number, request in enumerate(self.requests) for _ in range(request.sampling.n)]
-        for row, completion in enumerate(completions):
-            outcome, worker, tracer = outcomes[owner[row]], self.workers.get(row), self.tracers.get(row)
-            error = worker.error if worker is not None else None
-            outcome.completions.append(replace(completion, finish_reason="error") if error is not None else completion)
-            outcome.saved.append(tracer.saved if tracer is not None and error is None else {})
-            outcome.returned.append(worker.returned if worker is not None else None)
-            outcome.errors.append(error)
-            if worker is not None:
-                worker.error = worker.returned = None
-        return outcomes
-
-
-def _abandoned(row: Row) -> Completion:
-    return Completion(list(row.prompt_token_ids), [], "", "error")
 
 
 def _facts(model: PreTrainedModel, layers: Sequence[Any]) -> Facts:

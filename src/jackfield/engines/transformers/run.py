@@ -17,15 +17,15 @@ from jackfield.interleave.site import Port
 from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Slot, Worker
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Missing, Projection
+from jackfield.values.attention import AttentionValues
+from jackfield.values.value import declared
 
 RAW_NAMES = frozenset({"input", "inputs", "output"})
-DYNAMIC_NAMES = frozenset(
-    {"getattr", "attrgetter", "read"}
-)  # what a block reads through these does not stand in its code
-
-
-class Abandoned(BaseException):
-    """Every block of the batch has failed: nothing is left to generate for. Never leaves the engine."""
+# What a block reads through these does not stand in its code.
+DYNAMIC_NAMES = frozenset({"getattr", "attrgetter", "read"})
+PREROTARY = frozenset({"attention_queries_prerotary", "attention_keys_prerotary"})
+AFTER_THE_OP = frozenset({"attention_premix", "attention_head_results"})
+OF_THE_OP = frozenset(value.name for value in declared(AttentionValues)) - AFTER_THE_OP | {"attn"}
 
 
 class Run:
@@ -52,10 +52,8 @@ class Run:
             if isinstance(layer.attention, AttentionAnatomy)
         }
         self._connected: dict[nn.Module, AttentionTap] = {}
-        self._listens = any(name.startswith("attention_") or name == "attn" for name in names) or bool(
-            names & DYNAMIC_NAMES
-        )
-        self._put_up(names)
+        self._names = names
+        self._listens = False
 
     @property
     def rows(self) -> list[Rows]:
@@ -63,8 +61,12 @@ class Run:
         return [worker.rows for worker in self.interleaver.workers]
 
     def start(self) -> None:
-        """Runs every block up to what it first waits for."""
+        """Runs every block up to what it first waits for, and puts up gates if one waits."""
         self.interleaver.start()
+        root = self._gate("")
+        root.on_enter, root.on_leave = self._begin, self._end
+        if self.interleaver.alive:
+            self._put_up()
 
     def close(self) -> None:
         """Ends the blocks and takes everything down: the model is as it was."""
@@ -94,18 +96,18 @@ class Run:
         gates = [self._gates[path] for path in paths if path in self._gates]
         return {gate.path: gate.kept for gate in gates if gate.kept is not None}
 
-    def _put_up(self, names: frozenset[str]) -> None:
-        root = self._gate("")
-        root.on_enter, root.on_leave = self._begin, self._end
+    def _put_up(self) -> None:
+        """Gates on whatever holds other modules: one put up while its module runs would not see it leave."""
         containers = [
             path for layer in self.anatomy.layers for path in (layer.path, layer.attention_path, layer.mlp_path)
         ]
         for path in dict.fromkeys(path for path in (*containers, *self._modules) if path):
             self._gate(path)
-        if any("prerotary" in name for name in names) or names & DYNAMIC_NAMES:
+        unnamed = bool(self._names & DYNAMIC_NAMES)
+        if unnamed or self._names & PREROTARY:
             for tap in self._taps.values():
                 self._keep_projections(tap.anatomy)
-        if self._listens:
+        if not self._listens and (unnamed or self._names & OF_THE_OP):
             self._listen()
 
     def _begin(self, call: Call) -> None:
@@ -120,9 +122,6 @@ class Run:
         self.masks.clear()
         for gate in self._gates.values():
             gate.kept = None
-        workers = self.interleaver.workers
-        if workers and all(worker.error is not None for worker in workers):
-            raise Abandoned
 
     def _open(self, slot: Slot) -> None:
         """A block waits at a site that nothing looks at yet."""
@@ -132,13 +131,13 @@ class Run:
         elif port is Port.PROJECT:
             self._gate(path).around = self._around_router(slot)
         elif not self._listens:
-            self._listens = True
             self._listen()
         if port is Port.ATTEND and "prerotary" in "".join(worker.wanted for worker in self.interleaver.workers):
             self._keep_projections(self._taps[path].anatomy)
 
     def _listen(self) -> None:
         """Has every attention op of the model tell its tap first."""
+        self._listens = True
         for tap in self._taps.values():
             gate = self._gate(tap.anatomy.path)
             if tap.anatomy.dispatched:
