@@ -37,6 +37,10 @@ class ListeningMode(TorchFunctionMode):
         _push_mode(self)
         return self
 
+    def __exit__(self, *error: object) -> None:
+        # Not the topmost: a greenlet that was resumed in between may wait inside a mode of its own.
+        _set_modes([mode for mode in _modes() if mode is not self])
+
     def __torch_function__(
         self, func: Function, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -51,7 +55,7 @@ def unheard() -> Generator[None]:
 
     Code run here may switch to a greenlet that waits inside a mode of its own (`with torch.device(...)`).
     """
-    before: list[TorchFunctionMode] = _get_current_function_mode_stack()
+    before = _modes()
     _set_modes([mode for mode in before if not isinstance(mode, ListeningMode)])
     try:
         yield
@@ -59,8 +63,12 @@ def unheard() -> Generator[None]:
         _set_modes(before)
 
 
+def _modes() -> list[TorchFunctionMode]:
+    return _get_current_function_mode_stack()
+
+
 def _set_modes(modes: Sequence[TorchFunctionMode]) -> None:
-    current: list[TorchFunctionMode] = _get_current_function_mode_stack()
+    current = _modes()
     if current == modes:
         return
     for _ in current:

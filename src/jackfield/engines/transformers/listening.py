@@ -50,9 +50,9 @@ def listen(
     """A context for one forward of `module`, in which `listener` hears its attention.
 
     `cache_layer` gives the keys and values [batch, kv_head, key, width] that the cache holds of this layer once the
-    forward has updated it; edited keys and values are written over them. None: there is no cache, and edits end with
-    this forward. Keys that the module repeats for each query head are handed out once per group, and edits reach
-    every repeat.
+    forward has updated it; edited keys and values are written over them. None, given or called: there is no cache, and
+    edits end with this forward. Keys that the module repeats for each query head are handed out once per group, and
+    edits reach every repeat.
 
     Raises, out of the forward: EditMismatch for a replacement of another shape, and Unavailable for an edit of keys or
     values that are not what the cache holds (with a rotary embedding after the cache, say).

@@ -18,7 +18,7 @@ from jackfield.engines.transformers.product import Heads, Layout, Product, repea
 from jackfield.engines.transformers.tape import Tape
 from jackfield.errors import EditMismatch, Unavailable
 
-CacheLayer = Callable[[], tuple[Tensor, Tensor]]
+CacheLayer = Callable[[], tuple[Tensor, Tensor] | None]
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -152,8 +152,9 @@ class Teller:
         ]
 
     def _put(self, edited: Tensor, operand: _Operand) -> Tensor:
-        if operand.name != "queries" and self.cache_layer is not None:
-            edited = self._cached(edited, operand, self.cache_layer()[operand.name == "values"])
+        layer = None if self.cache_layer is None or operand.name == "queries" else self.cache_layer()
+        if layer is not None:
+            edited = self._cached(edited, operand, layer[operand.name == "values"])
         return operand.replaced(edited)
 
     def _cached(self, edited: Tensor, operand: _Operand, cached: Tensor) -> Tensor:
