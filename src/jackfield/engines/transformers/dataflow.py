@@ -31,7 +31,7 @@ def least_squares(columns: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Term:
-    """A summand of the stream: where it is, and the numbers [row, width] that the prompt left there."""
+    """A summand of the stream: where it is, and the numbers [row, width] that the prompt left there, unscaled."""
 
     formula: Formula
     value: Tensor
@@ -114,12 +114,12 @@ def terms(block: Block, call: Call) -> Iterator[Term]:
     """What `call` may add to the stream, likeliest first: its result, or that less a stream that was passed in."""
     assert call.result is not None
     plain = output_formula(call, block.tokens)
-    rows = call.result.rows.double()
+    rows = call.result.rows
     yield Term(plain, rows, call)
     residuals = [seen for seen in call.arguments.values() if seen.rows.shape == call.result.rows.shape]
     for seen in reversed(residuals):  # the residual is passed after what the sublayer reads
         minus = Site(call.path, Port.INPUT, call.argument_key(seen))
-        yield Term(Formula(plain.site, minus, flat=plain.flat), rows - seen.rows.double(), call)
+        yield Term(Formula(plain.site, minus, flat=plain.flat), rows.double() - seen.rows.double(), call)
 
 
 def is_norm(call: Call) -> bool:

@@ -6,8 +6,8 @@ the rest. Which sum holds is decided by numbers. A block that only adds its subl
 stream besides, is read by the sums that are seen entering its modules.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +15,23 @@ from torch import Tensor, nn
 from jackfield.engines.transformers.dataflow import (
     Block,
     Term,
-    close,
     input_formula,
     is_linear,
     is_norm,
-    least_squares,
     maker,
     terms,
 )
 from jackfield.engines.transformers.recording import Call, Seen
+from jackfield.engines.transformers.sums import find_sum, leaves_little
 from jackfield.values.anatomy import Formula, Missing
-from jackfield.values.families.names import MIXERS
-
-_MULTIPLIERS = ("residual_multiplier", "residual_scale", "scale_depth")
+from jackfield.values.families.names import MIXERS, MULTIPLIERS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sublayers:
     """What was found to add to the stream of one block. `whole`: the two summands are all that the block adds.
 
-    `middle` is the stream between them, with where it was seen.
+    `middle` is the stream between them, [row, width].
     """
 
     attention: Term | None
@@ -46,8 +43,11 @@ class Sublayers:
 def find_sublayers(block: Block, attention: str | None, config: object) -> Sublayers:
     """The sublayers of `block`. `attention` is the path of the module that attends; None where none does."""
     mixers = _mixers(block, attention)
-    found = _whole(block, mixers, config)
-    return found or _on_the_way(block, mixers)
+    candidates = [(mixer, _rest(block, mixer)) for mixer in mixers]
+    found = find_sum(block, candidates, _factors(block.call.module, config))
+    if found is not None:
+        return Sublayers(found.attention, found.mlp, True, found.middle)
+    return _on_the_way(block, mixers)
 
 
 def core(block: Block, term: Term) -> Call:
@@ -106,64 +106,16 @@ def _is_mixer(call: Call) -> bool:
     return any(hint in name for hint in MIXERS)
 
 
-def _whole(block: Block, mixers: list[Call], config: object) -> Sublayers | None:
-    """The sublayers if their summands are all that the block adds."""
-    added = block.leaving.rows.double() - block.entering.rows.double()
-    for attention, mlp in _pairs(block, mixers):
-        if _sums(block, attention.value + (0 if mlp is None else mlp.value)):
-            return _found(block, attention, mlp)
-    for attention, mlp in _pairs(block, mixers, plain=True):
-        values = [term.value for term in (attention, mlp) if term is not None]
-        factors = _fit(added, values)
-        total = torch.stack([factor * value for factor, value in zip(factors, values, strict=True)]).sum(0)
-        if min(map(abs, factors)) > 1e-6 and _sums(block, total):
-            exact = [_exact(factor, block.call.module, config) for factor in factors]
-            return _found(block, _scaled(attention, exact[0]), None if mlp is None else _scaled(mlp, exact[1]))
-    return None
-
-
-def _sums(block: Block, added: Tensor) -> bool:
-    return close(block.entering.rows.double() + added, block.leaving.rows, block.dtype)
-
-
-def _found(block: Block, attention: Term, mlp: Term | None) -> Sublayers:
-    return Sublayers(attention, mlp, True, block.entering.rows.double() + attention.value)
-
-
-def _pairs(block: Block, mixers: list[Call], *, plain: bool = False) -> Iterator[tuple[Term, Term | None]]:
-    """Pairs of summands to try: the results as they are first, then (not `plain`) those less a stream passed in."""
-    for mixer in mixers:
-        attention = next(terms(block, mixer))
-        yield attention, None
-        yield from ((attention, next(terms(block, rest))) for rest in _rest(block, mixer))
-    for mixer in () if plain else mixers:
-        rests = [term for rest in _rest(block, mixer) for term in terms(block, rest)]
-        yield from ((attention, mlp) for attention in terms(block, mixer) for mlp in (None, *rests))
-
-
 def _rest(block: Block, mixer: Call) -> list[Call]:
     """The calls whose result may be what the MLP adds, likeliest first: sublayers before norms, children first."""
     calls = [call for call in block.outside(mixer.path) if block.gives_stream(call) and block.once(call)]
     return sorted(calls, key=lambda call: (is_norm(call), _is_bare(call), block.depth(call)))
 
 
-def _fit(added: Tensor, values: list[Tensor]) -> list[float]:
-    columns = torch.stack([value.flatten() for value in values], dim=1)
-    return [float(factor) for factor in least_squares(columns, added.flatten())]
-
-
-def _exact(factor: float, block: nn.Module, config: object) -> float:
-    """The number that the block, or its configuration, multiplies with; the fitted one where neither holds it."""
-    if abs(factor - 1) < 1e-4:
-        return 1.0
-    held = [*vars(block).values(), *(getattr(config, name, None) for name in _MULTIPLIERS)]
-    numbers = [value for value in held if isinstance(value, float)]
-    nearest = min(numbers, key=lambda value: abs(value - factor), default=factor)
-    return nearest if abs(nearest - factor) <= 1e-3 * abs(factor) else factor
-
-
-def _scaled(term: Term, factor: float) -> Term:
-    return Term(replace(term.formula, factor=factor), factor * term.value, term.call)
+def _factors(block: nn.Module, config: object) -> list[float]:
+    """The numbers that a block may multiply what it adds with: its own, or its configuration's."""
+    held = [*vars(block).values(), *(getattr(config, name, None) for name in MULTIPLIERS)]
+    return list(dict.fromkeys(value for value in held if isinstance(value, float) and value not in (0.0, 1.0)))
 
 
 def _on_the_way(block: Block, mixers: list[Call]) -> Sublayers:
@@ -175,7 +127,7 @@ def _on_the_way(block: Block, mixers: list[Call]) -> Sublayers:
     renormed = [call.result for call in block.inside if call.argument is not None and call.argument.equals(middle)]
     rest = [call for call in _rest(block, attention.call) if call.start > attention.call.end]
     mlp, _ = _added(block, rest, [middle, *(seen for seen in renormed if seen is not None)])
-    return Sublayers(attention, mlp, False, middle.rows.double())
+    return Sublayers(attention, mlp, False, middle.rows)
 
 
 def _added(block: Block, calls: Iterable[Call], bases: list[Seen]) -> tuple[Term | None, Seen | None]:
@@ -184,17 +136,17 @@ def _added(block: Block, calls: Iterable[Call], bases: list[Seen]) -> tuple[Term
         taken = [seen for other in block.inside if other.start > call.end for seen in other.arguments.values()]
         term = next(terms(block, call))
         for base in bases:
-            if base.rows.shape != term.value.shape:
-                continue
-            total = base.rows.double() + term.value
             for seen in (*taken, block.leaving):
-                if _is_sum(seen, total, base, block.dtype):
+                if _is_sum(seen, base, term, block):
                     return term, seen
     return None, None
 
 
-def _is_sum(seen: Seen, total: Tensor, base: Seen, dtype: torch.dtype) -> bool:
-    return close(seen.rows, total, dtype) and not seen.equals(base)
+def _is_sum(seen: Seen, base: Seen, term: Term, block: Block) -> bool:
+    if seen.rows.shape != term.value.shape or base.rows.shape != term.value.shape or seen.equals(base):
+        return False
+    total = base.rows + term.value
+    return torch.equal(total, seen.rows) or leaves_little(total, seen.rows, [term.value], block.dtype)
 
 
 def find_norm(block: Block, sublayer: Call, taken: Seen | None) -> Call | None:
@@ -221,10 +173,8 @@ def find_middle(block: Block, middle: Tensor, sublayer: Call, norm: Call | None)
 
 def _is_near(rows: Tensor, middle: Tensor, block: Block) -> bool:
     """Whether `rows` is `middle`, and not the stream that entered, however little the attention added."""
-    if not close(rows, middle, block.dtype):
-        return False
-    off = (rows.double() - middle).abs().sum()
-    return bool(off <= 0.1 * (rows.double() - block.entering.rows.double()).abs().sum() + 1e-30)
+    added = middle.double() - block.entering.rows.double()
+    return torch.equal(rows, middle) or leaves_little(rows, middle, [added], block.dtype)
 
 
 def inline_entry(block: Block, last: Call) -> Call:
