@@ -100,6 +100,9 @@ class _Operand:
         return torch.empty_like(self.tensor).copy_(whole)
 
 
+_Inputs = tuple[_Operand, _Operand, _Operand]  # queries, keys, values
+
+
 @dataclass(frozen=True, slots=True)
 class Teller:
     """Tells `listener` of the attention of the module called `name`."""
@@ -109,19 +112,17 @@ class Teller:
     cache_layer: CacheLayer | None
     heads: Heads
 
-    def operands(self, scores: Product, output: Product) -> "tuple[_Operand, _Operand, _Operand] | None":
+    def operands(self, scores: Product, output: Product) -> _Inputs | None:
         """The queries, keys and values of two products; None where they are not the heads that there should be."""
         return self._operands((scores.left, scores.right, output.right), (scores.rows, scores.columns, output.columns))
 
-    def dispatched_operands(self, call: Mapping[str, Any]) -> "tuple[_Operand, _Operand, _Operand] | None":
+    def dispatched_operands(self, call: Mapping[str, Any]) -> _Inputs | None:
         """The same of a call of `scaled_dot_product_attention`."""
         tensors: tuple[Tensor, Tensor, Tensor] = (call["query"], call["key"], call["value"])
         layouts = tuple(Layout(tuple(range(tensor.ndim))) for tensor in tensors)
         return self._operands(tensors, layouts)
 
-    def _operands(
-        self, tensors: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> "tuple[_Operand, _Operand, _Operand] | None":
+    def _operands(self, tensors: Sequence[Tensor], layouts: Sequence[Layout]) -> _Inputs | None:
         views = [layout.apart(tensor) for tensor, layout in zip(tensors, layouts, strict=True)]
         heads = (self.heads.queries(views[0]), self.heads.keys(views[1]), self.heads.keys(views[2]))
         found = [
@@ -131,9 +132,7 @@ class Teller:
         ]
         return (found[0], found[1], found[2]) if len(found) == 3 else None
 
-    def told(
-        self, softmax: Softmax, output: Product, operands: "tuple[_Operand, _Operand, _Operand]"
-    ) -> tuple[Tensor, bool]:
+    def told(self, softmax: Softmax, output: Product, operands: _Inputs) -> tuple[Tensor, bool]:
         """Asks for each part of an attention in turn; the result of `output`, and whether any part was replaced."""
         q, k, v = self._edited_inputs(operands)
         pattern = self._edited_pattern(softmax, q, k)
@@ -143,7 +142,7 @@ class Teller:
         replaced = any(edit is not None for edit in (pattern, v, edited))
         return result if edited is None else edited, replaced
 
-    def _edited_inputs(self, operands: "tuple[_Operand, _Operand, _Operand]") -> list[Tensor | None]:
+    def _edited_inputs(self, operands: _Inputs) -> list[Tensor | None]:
         """What takes the place of the module's operands; None where it keeps its own."""
         with unheard():
             edits = self.listener.inputs(*(operand.heads for operand in operands))
@@ -210,7 +209,7 @@ class Teller:
     def _whole(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(self.heads.batch, self.heads.num_heads, *tensor.shape[-2:])
 
-    def attend(self, call: Mapping[str, Any], operands: "tuple[_Operand, _Operand, _Operand]") -> Tensor:
+    def attend(self, call: Mapping[str, Any], operands: _Inputs) -> Tensor:
         """Hands a call of `scaled_dot_product_attention` over to the listener."""
         own: list[tuple[Tensor, Tensor]] = []
 
