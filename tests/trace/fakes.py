@@ -27,13 +27,15 @@ class FakeTracer:
 class Trace:
     """`with Trace() as t:` lifts its body; `t.block` and `t.saved` say what came of it."""
 
+    depth = 1  # of the frame of the `with`, from `__enter__`
+
     def __init__(self, tracer: object = None) -> None:
         self.tracer = tracer
         self.saved: dict[str, Any] = {}
         self.block: Block | None = None
 
     def __enter__(self) -> "Trace":
-        frame = sys._getframe(1)
+        frame = sys._getframe(self.depth)
         self.body: Body = Body.skip(frame, self.tracer)
         self.frame: FrameType | None = frame
         self.block = self.body.block

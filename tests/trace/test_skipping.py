@@ -165,6 +165,18 @@ def test_an_error_is_raised_again_without_our_skip_around_it() -> None:
     assert isinstance(error.__context__, KeyError)
 
 
+def test_an_entry_that_fails_after_all_leaves_nothing_behind() -> None:
+    class Late(Trace):
+        depth = 2
+
+        def __enter__(self) -> "Late":
+            super().__enter__()
+            raise LookupError
+
+    text = "def f():\n  try:\n    with Late() as t:\n      x = 1\n  except LookupError:\n    return 2\nx = f()"
+    assert execute(text, Late=Late)["x"] == 2
+
+
 def test_ctrl_c_in_the_body() -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -280,7 +292,9 @@ def test_a_notebook_runs_the_text_of_this_cell(shell: InteractiveShell) -> None:
     assert shell.run_cell(cell).result == (8, ["double", "save"])
     shell.run_cell("def double(x):\n    return x * 3")
     assert shell.run_cell(cell).result[0] == 12
-    assert shell.run_cell("%time\nwith Trace() as t:\n    x = 5 .save()\nx").result == 5
+    for magic in ("%time", "%%time", "%%capture"):
+        shell.run_cell(f"{magic}\nwith Trace() as t:\n    x = 5 .save()", store_history=True).raise_error()
+        assert shell.user_ns.pop("x") == 5
 
 
 def test_a_file_that_was_edited_after_its_import_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,12 @@ class Place:
     flags: int
 
 
+def first_line(statement: ast.stmt) -> int:
+    """The line on which a statement begins to run; decorators stand before their `def`."""
+    decorators: Iterable[ast.expr] = getattr(statement, "decorator_list", ())
+    return min([statement.lineno, *(decorator.lineno for decorator in decorators)])
+
+
 def own_copy(node: Node, place: Place) -> Node:
     """A copy of `node` in which private names are written as its class would have them: `__x` is `_Owner__x`."""
     return _Private(place.owner).visit(copy.deepcopy(node))

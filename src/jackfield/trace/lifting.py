@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import CodeType
 
-from jackfield.trace.compiling import Place, function_code, own_copy, statements_code
+from jackfield.trace.compiling import Place, first_line, function_code, own_copy, statements_code
 from jackfield.trace.mentions import global_names
 from jackfield.trace.saves import Saves
 from jackfield.trace.scope import Change, Scope
-from jackfield.trace.source import Definition, With, first_line, no_source
+from jackfield.trace.source import Definition, With, no_source
 
 
 @dataclass(frozen=True, slots=True, eq=False)

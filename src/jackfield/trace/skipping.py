@@ -30,7 +30,8 @@ class _Before(NamedTuple):
     @property
     def in_c(self) -> bool:
         """Whether it is written in C, as coverage's: it sees every frame without asking, until it is replaced."""
-        return self.everywhere is not None and not isinstance(self.everywhere, FunctionType | MethodType)
+        unasked = self.everywhere is not None and self.here is None
+        return unasked and not isinstance(self.everywhere, FunctionType | MethodType)
 
     def local(self, frame: FrameType) -> Any:
         """What is told of the events in `frame`."""
@@ -68,6 +69,7 @@ class Skip:
         if frame is None:
             return False
         self._put_back(frame)
+        self._tell_calls(frame)
         if self._done and exception_type is Skipped:
             self._bind_target(frame)
             return True
@@ -85,6 +87,9 @@ class Skip:
         if event == "opcode":
             self._done = True
             raise Skipped
+        if event == "exception":  # `__enter__` failed after all: there will be no body
+            self._frame = None
+            self._put_back(frame)
         return self._end_body
 
     def _watch(self, local: Any) -> Callable[..., Any]:
@@ -103,9 +108,12 @@ class Skip:
         before = self._before
         frame.f_trace, frame.f_trace_opcodes = before.here, before.opcodes
         sys.settrace(before.everywhere)
-        if before.in_c:  # it will see these return, and has not seen them called; it puts itself back in earnest
+
+    def _tell_calls(self, frame: FrameType) -> None:
+        """A tracer in C, put back, will see its callers return, and has not seen them called. Then it goes on in C."""
+        if self._before.in_c:
             for called in reversed(_called_by(frame)):
-                before.everywhere(called, "call", None)
+                self._before.everywhere(called, "call", None)
 
 
 def reraise(error: BaseException) -> NoReturn:
