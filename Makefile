@@ -19,7 +19,7 @@ demo: $(STAMPS)/demo
 	$(BIN)/jackfield look "The capital of France is" --picture demo/patterns.png
 	$(BIN)/python examples/steering.py demo/joy.safetensors
 	$(BIN)/jackfield generate "I think that today" --max-tokens 24
-	$(BIN)/jackfield generate "I think that today" --max-tokens 24 --steer demo/joy.safetensors --layer 12 --scale 1.5
+	$(BIN)/jackfield generate "I think that today" --max-tokens 24 --steer demo/joy.safetensors --layer 12 --scale 1
 	@echo "Pictures and the steering vector are in demo/"
 
 test: $(STAMPS)/dev
