@@ -4,10 +4,10 @@ A site says nothing of meaning: that `model.layers.3` gives the residual stream 
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class Port(Enum):
+class Port(StrEnum):  # a str's hash is C's and kept; an Enum's is neither, and slots are looked up by it
     """The side of a module's call at which a tensor passes."""
 
     INPUT = "input"

@@ -86,7 +86,7 @@ def _differences(value: Tensor, wanted: Tensor) -> Iterator[tuple[str, Any, Any]
 
 
 class _Held:
-    """A private copy in the block's hands, with the versions its tensors had when they were last in step with the model."""
+    """A private copy in the block's hands, with the versions of its tensors when they were last as the model's."""
 
     __slots__ = ("channel", "leaves", "selection", "shapes", "value")
 
@@ -101,6 +101,23 @@ class _Held:
 
     def settled(self) -> None:
         self.shapes = [(leaf._version, leaf.shape) for leaf in self.leaves]
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """A copy that the block has moved past. Its memory is not kept, but that it was changed is seen even then."""
+
+    tensor: "weakref.ref[Tensor]"
+    witness: Tensor  # empty, with the version counter of the copy
+    version: int
+    name: str
+    step: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str, step: int) -> "_Past":
+        witness = tensor.detach()  # which shares the counter, and keeps it when it is given other data
+        witness.data = tensor.new_empty(0)
+        return cls(weakref.ref(tensor), witness, tensor._version, name, step)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -139,7 +156,7 @@ class Worker:
         self.returned: Any = None
         self.finalize: Callable[[], None] = lambda: None
         self._held: dict[tuple[int, Selection], _Held] = {}
-        self._past: list[tuple[weakref.ref[Tensor], int, str, int]] = []
+        self._past: list[_Past] = []
         self._grad_enabled = False
         self._greenlet = _BlockGreenlet(self._run)
         self._greenlet.worker = self
@@ -297,7 +314,7 @@ class Worker:
 
     def _leave(self, held: _Held) -> None:
         for leaf in held.leaves:
-            self._past.append((weakref.ref(leaf), leaf._version, held.channel.name, self.waiting_step))
+            self._past.append(_Past.of(leaf, held.channel.name, self.waiting_step))
 
     def _write_back(self, held: _Held) -> None:
         channel = held.channel
@@ -312,19 +329,14 @@ class Worker:
         held.settled()
 
     def _check_past(self) -> None:
-        living: list[tuple[weakref.ref[Tensor], int, str, int]] = []
-        for reference, version, name, step in self._past:
-            tensor = reference()
-            if tensor is None:
-                continue
-            if tensor._version != version:
+        for past in self._past:
+            if past.witness._version != past.version:
                 self._past = []
                 raise OutOfOrder(
-                    f"{name} of step {step} was changed in place after the block had moved past it, so the change could not reach "
-                    "the model. Change it before the next read, or `.clone()` it for scratch."
+                    f"{past.name} of step {past.step} was changed in place after the block had moved past it, so the "
+                    "change could not reach the model. Change it before the next read, or `.clone()` it for scratch."
                 )
-            living.append((reference, version, name, step))
-        self._past = living
+        self._past = [past for past in self._past if past.tensor() is not None]
 
     def _too_late(self, name: str) -> str:
         at = f", and the block has moved on to {self.wanted} of step {self.waiting_step}" if self.wanted else ""

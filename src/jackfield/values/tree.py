@@ -47,7 +47,7 @@ class Module(ValuePart):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        module = self._module
+        module = self._server.module(self._path)  # not the property: its AttributeError would bring Python here again
         if name in module._modules:
             return self._child(name)
         try:

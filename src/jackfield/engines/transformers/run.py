@@ -1,6 +1,6 @@
 """One batch going through `generate` with blocks beside it: gates and taps where blocks wait, gone at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,10 +13,10 @@ from jackfield.engines.transformers.gate import Call, Gate
 from jackfield.engines.transformers.listening import listen, listen_projection
 from jackfield.engines.transformers.tap import AttentionTap
 from jackfield.interleave.interleaver import Interleaver
-from jackfield.interleave.site import Port
+from jackfield.interleave.site import Port, Site
 from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Slot, Worker
-from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Missing, Projection
+from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Formula, Missing, Projection
 from jackfield.values.attention import AttentionValues
 from jackfield.values.value import declared
 
@@ -104,11 +104,24 @@ class Run:
         for path in dict.fromkeys(path for path in (*containers, *self._modules) if path):
             self._gate(path)
         unnamed = bool(self._names & DYNAMIC_NAMES)
+        for site in self._sites(unnamed):
+            self._open(self.interleaver.slot(site))
         if unnamed or self._names & PREROTARY:
             for tap in self._taps.values():
                 self._keep_projections(tap.anatomy)
         if not self._listens and (unnamed or self._names & OF_THE_OP):
             self._listen()
+
+    def _sites(self, unnamed: bool) -> Iterator[Site]:
+        """Where values pass that blocks may read: looked at from the start, a read that comes too late is seen to."""
+        for values in (self.anatomy.values, *(layer.values for layer in self.anatomy.layers)):
+            for name, formula in values.items():
+                if isinstance(formula, Formula) and (unnamed or name in self._names):
+                    yield formula.site
+        for tap in self._taps.values():
+            projection = tap.anatomy.output_projection
+            if projection is not None and (unnamed or self._names & AFTER_THE_OP):
+                yield Site(projection, Port.INPUT)
 
     def _begin(self, call: Call) -> None:
         self.input_ids = call.argument("input_ids")
@@ -170,7 +183,13 @@ class Run:
             self.interleaver.meet(slot, passing)
             return logits if logits._version != version else None
 
-        return lambda call: listen_projection(call.gate.module, project) if slot.workers else None
+        def around(call: Call) -> AbstractContextManager[Any] | None:
+            if slot.workers:
+                return listen_projection(call.gate.module, project)
+            slot.passed = self.interleaver.step
+            return None
+
+        return around
 
     def _keep_projections(self, anatomy: AttentionAnatomy) -> None:
         for projection in projections(anatomy):

@@ -1,0 +1,80 @@
+"""The engines under test: a small model on each, prompts for it, and what it can do."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+import pytest
+from torch import nn
+
+import jackfield as jf
+from jackfield.engines.fake import FakeEngine
+from tests import zoo
+from tests.engines.tiny_tokenizers import words
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model on one engine. `raw` is the module below it, where raw places can be read."""
+
+    name: str
+    model: jf.Model
+    raw: nn.Module | None = None
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Three prompts of different lengths, for any vocabulary of 32."""
+        return [[6, 20, 13, 28, 9, 17, 30], [11, 25, 8], [14, 22, 7, 31, 19]]
+
+
+def _fake() -> Subject:
+    return Subject("fake", jf.Model.over(FakeEngine(tokenizer=words(32), max_num_seqs=4)))
+
+
+def _transformers(family: str) -> Subject:
+    loaded = zoo.build(family, fresh=True)
+    model = jf.Model(loaded, tokenizer=words(zoo.VOCAB), max_num_seqs=4)
+    return Subject(f"transformers {family}", model, loaded)
+
+
+ENGINES: Mapping[str, Callable[[], Subject]] = MappingProxyType(
+    {
+        "fake": _fake,
+        "transformers": lambda: _transformers("llama"),
+        "transformers, learned positions": lambda: _transformers("gpt2"),
+    }
+)
+"""Each builds its Subject when a test first asks for it."""
+
+
+@cache
+def subject(name: str) -> Subject:
+    return ENGINES[name]()
+
+
+@pytest.fixture(params=list(ENGINES))
+def engine(request: pytest.FixtureRequest) -> Subject:
+    return subject(request.param)
+
+
+@pytest.fixture
+def model(engine: Subject) -> jf.Model:
+    return engine.model
+
+
+@pytest.fixture
+def prompt(engine: Subject) -> list[int]:
+    return engine.prompts[0]
+
+
+@pytest.fixture
+def prompts(engine: Subject) -> list[list[int]]:
+    return engine.prompts
+
+
+@pytest.fixture
+def raw(engine: Subject) -> nn.Module:
+    if engine.raw is None:
+        pytest.skip("this engine has no raw places")
+    return engine.raw
