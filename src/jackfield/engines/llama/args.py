@@ -129,7 +129,9 @@ def _expect(name: str, found: object, *allowed: str) -> None:
 
 
 def _refuse_others(found: Mapping[str, Any], known: Iterable[str]) -> None:
-    # None, False, 0 and empty say that a feature is off, and what is off needs no implementation.
-    others = ", ".join(f"{name}={value!r}" for name, value in found.items() if value and name not in set(known))
+    # None, False, 0 and empty say that a feature is off, and what is off needs no implementation; names with an
+    # underscore are a library's notes to itself.
+    others = {name for name in found if found[name] and not name.startswith("_")} - set(known)
     if others:
-        raise UnsupportedModel(f'The llama engine does not implement {others}: try engine="transformers".')
+        settings = ", ".join(f"{name}={found[name]!r}" for name in sorted(others))
+        raise UnsupportedModel(f'The llama engine does not implement {settings}: try engine="transformers".')

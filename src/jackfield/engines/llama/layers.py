@@ -228,9 +228,9 @@ class Attention(Tapped):
     def _attend(self, queries: HeadOutputs, keys: HeadOutputs, values: HeadOutputs, mask: Mask) -> HeadOutputs:
         """The head outputs: out of the fused operation, and again in the open for rows whose pattern was edited.
 
-        So reading changes no bit. In a graph all are computed in the open, so that gradients reach the pattern.
+        So reading changes no bit. With gradients all are computed in the open, so that they reach the pattern.
         """
-        if queries.requires_grad or keys.requires_grad or values.requires_grad:
+        if torch.is_grad_enabled():
             return self._attend_in_the_open(queries, keys, values, mask)[0]
         q, k, v = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
         causal, added = (True, None) if isinstance(mask, str) else (False, mask)
