@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from jackfield.errors import EditMismatch, NotReached, OutOfOrder
+from jackfield.interleave.modes import BlockModes
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
 
@@ -157,7 +158,7 @@ class Worker:
         self.finalize: Callable[[], None] = lambda: None
         self._held: dict[tuple[int, Selection], _Held] = {}
         self._past: list[_Past] = []
-        self._grad_enabled = False
+        self._modes = BlockModes()
         self._greenlet = _BlockGreenlet(self._run)
         self._greenlet.worker = self
         self._greenlet.gr_context = contextvars.copy_context()
@@ -189,15 +190,12 @@ class Worker:
         self.body = self.finalize = lambda: None
 
     def _switch(self, enter: Callable[[], Any]) -> None:
-        # A greenlet shares its thread's torch modes: each side finds its own as it left it.
         self._greenlet.parent = greenlet.getcurrent()
-        engine_grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self._grad_enabled)
+        self._modes.enter()
         try:
             enter()
         finally:
-            self._grad_enabled = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(engine_grad)
+            self._modes.leave()
 
     def _run(self, _: Any = None) -> None:
         try:

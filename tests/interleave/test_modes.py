@@ -1,0 +1,76 @@
+"""Torch's thread-wide modes at a hand-over between a block and its engine."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from jackfield.interleave.interleaver import Interleaver
+from jackfield.interleave.site import Port, Site
+from jackfield.interleave.step import Rows
+from jackfield.interleave.worker import Channel, Selection, Worker
+
+
+class Anywhere(Channel):
+    """A channel of a tensor that passes as it is."""
+
+    def __init__(self, name: str) -> None:
+        self.name = self.memory = name
+        self.site, self.writable = Site(name, Port.OUTPUT), True
+
+    def read(self, passing: torch.Tensor, worker: Worker, selection: Selection) -> torch.Tensor:
+        return passing.clone()
+
+
+def state() -> tuple[Any, ...]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device(), torch.empty(0).device
+
+
+@contextmanager
+def no_mode() -> Iterator[None]:
+    yield
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "none": no_mode,
+    "gradients": torch.enable_grad,
+    "no gradients": torch.no_grad,
+    "inference": lambda: torch.inference_mode(True),
+    "no inference": lambda: torch.inference_mode(False),
+    "device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("block_mode", MODES)
+@pytest.mark.parametrize("engine_mode", MODES)
+def test_each_side_finds_its_own_modes(engine_mode: str, block_mode: str) -> None:
+    worker, site = Worker(Rows(0, 0, 1)), Anywhere("a")
+    seen: list[tuple[Any, ...]] = []
+
+    def body() -> None:
+        with MODES[block_mode]():
+            seen.append(state())
+            worker.read(site)
+            seen.append(state())
+            worker.reach_step(1)
+            seen.append(state())
+
+    worker.body = body
+    with MODES[engine_mode]():
+        before = state()
+        interleaver = Interleaver([worker], lambda slot: None)
+        interleaver.start()
+        assert state() == before
+        interleaver.begin(0)
+        interleaver.meet(interleaver.slot(site.site), torch.ones(1, device="cpu"))
+        assert state() == before
+        interleaver.begin(1)
+        assert state() == before
+        interleaver.close()
+    assert worker.error is None
+    assert len(seen) == 3
+    assert seen[1:] == seen[:-1]
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
