@@ -1,7 +1,7 @@
 """A steering vector out of a difference of means: what layer 12 says about glad sentences, less what about sad ones.
 
-    python examples/steering.py joy.safetensors
-    jackfield generate "I think that today" --steer joy.safetensors --layer 12 --scale 1
+python examples/steering.py joy.safetensors
+jackfield generate "I think that today" --steer joy.safetensors --layer 12 --scale 1
 """
 
 import sys
