@@ -87,10 +87,11 @@ def _read(model: PreTrainedModel, recording: Recording, family: Family) -> Anato
 
 
 def _final_norm(recording: Recording, last: Block) -> Call | None:
-    """The norm that takes what the last block gives; where streams are merged first, the last norm of all."""
+    """The norm that takes what the last block gives; where that is several streams, the last norm of all."""
     after = [call for call in recording.calls if call.start > last.call.end and is_norm(call)]
     taking = [call for call in after if call.argument is not None and call.argument.equals(last.leaving)]
-    return next(iter(taking or after[-1:]), None)
+    merged = after[-1:] if last.leaving.value.ndim > 3 else []
+    return next(iter(taking or merged), None)
 
 
 def _ends(model: PreTrainedModel) -> tuple[object, object]:

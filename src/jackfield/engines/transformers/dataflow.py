@@ -116,10 +116,17 @@ def terms(block: Block, call: Call) -> Iterator[Term]:
     plain = output_formula(call, block.tokens)
     rows = call.result.rows
     yield Term(plain, rows, call)
+    if _ends_in_norm(block, call):  # then its result less its input is a difference, but nothing that was added
+        return
     residuals = [seen for seen in call.arguments.values() if seen.rows.shape == call.result.rows.shape]
     for seen in reversed(residuals):  # the residual is passed after what the sublayer reads
         minus = Site(call.path, Port.INPUT, call.argument_key(seen))
         yield Term(Formula(plain.site, minus, flat=plain.flat), rows.double() - seen.rows.double(), call)
+
+
+def _ends_in_norm(block: Block, call: Call) -> bool:
+    inside = [other.result for other in block.inside if call.holds(other) and is_norm(other)]
+    return any(result is not None and call.result is not None and result.equals(call.result) for result in inside)
 
 
 def is_norm(call: Call) -> bool:

@@ -54,7 +54,7 @@ def read_layer(
     values["router_logits"] = router
     if mlp is not None:
         values["mlp_activations"] = find_activations(block, mlp, routed=isinstance(router, Formula))
-    attention = _describe(block, recording, mine, config) if mine else _no_attention(mixer)
+    attention = _describe(block, recording, mine, mixer, config) if mine else _no_attention(mixer)
     layer = LayerAnatomy(
         path=block.path,
         values=values,
@@ -95,24 +95,31 @@ def _stream(block: Block) -> dict[str, Formula | Missing]:
 
 
 def _mixer(block: Block, sublayers: Sublayers, attending: str | None) -> Call | None:
-    """The attention as the block sees it: of the modules around the op, the outermost that takes the same input."""
+    """The attention as the block sees it: the module behind its summand, with the op inside.
+
+    Where no summand was found: of the modules around the op, the outermost that takes the same input.
+    """
+    behind = None if sublayers.attention is None else core(block, sublayers.attention)
     if attending is None:
-        return None if sublayers.attention is None else core(block, sublayers.attention)
+        return behind
     around = block.around(attending)
+    if behind is not None:
+        inner = [call for call in around if call is behind or call.holds(behind)]
+        return next(iter(inner[-1:]), behind)
     taken = around[-1].argument if around else None
     same = [call for call in around if taken is not None and call.argument is not None and call.argument.equals(taken)]
     return next(iter(same or around[-1:]), None)
 
 
 def _attention_values(block: Block, sublayers: Sublayers, mixer: Call | None) -> dict[str, Formula | Missing]:
-    output = Missing(NOT_A_SUM) if sublayers.attention is None else sublayers.attention.formula
-    return {"attention_norm_output": _norm_value(block, mixer, "attention"), "attention_output": output}
+    reason = Missing(_NO_SUBLAYER if sublayers.whole else NOT_A_SUM)
+    norm = reason if mixer is None else _norm_value(block, mixer, "attention")
+    output = reason if sublayers.attention is None else sublayers.attention.formula
+    return {"attention_norm_output": norm, "attention_output": output}
 
 
-def _norm_value(block: Block, sublayer: Call | None, name: str, after: Call | None = None) -> Formula | Missing:
+def _norm_value(block: Block, sublayer: Call, name: str, after: Call | None = None) -> Formula | Missing:
     """The norm's result; where that is there before `after` has run, what the sublayer takes, which is the same."""
-    if sublayer is None:
-        return Missing(f"the {name} of this block was not found")
     norm = find_norm(block, sublayer, sublayer.argument)
     if norm is not None and (after is None or norm.end > after.end):
         return output_formula(norm, block.tokens)
@@ -129,7 +136,7 @@ def _mlp_values(
         return dict.fromkeys(("layer_mid", "mlp_norm_output", "mlp_activations", "mlp_output"), reason)
     entry = inline_entry(block, mlp) if is_linear(mlp) else mlp
     norm = find_norm(block, entry, entry.argument)
-    middle: Formula | Missing = Missing(NOT_A_SUM)
+    middle: Formula | Missing = Missing(_NO_SUBLAYER if sublayers.whole else NOT_A_SUM)
     if sublayers.middle is not None:
         middle = find_middle(block, sublayers.middle, entry, norm)
     return {
@@ -145,7 +152,9 @@ def _no_attention(mixer: Call | None) -> Missing:
     return Missing(f"no softmax attention on this layer: {type(mixer.module).__name__} mixes its tokens without one")
 
 
-def _describe(block: Block, recording: Recording, attends: list[Attend], config: PretrainedConfig) -> AttentionAnatomy:
+def _describe(
+    block: Block, recording: Recording, attends: list[Attend], mixer: Call | None, config: PretrainedConfig
+) -> AttentionAnatomy:
     attend = attends[0]
     module = next(call.module for call in block.inside if call.path == attend.path)
     clip = _held(CLIPS, module, config)
@@ -165,7 +174,7 @@ def _describe(block: Block, recording: Recording, attends: list[Attend], config:
         window=_window(attend, block.number, config),
         softcap=attend.softcap,
         calls=sum(other.path == attend.path for other in attends),
-        output_projection=_output_projection(block, attend),
+        output_projection=_output_projection(block, mixer, attend),
         cache_layer=cache_layer,
         unheld=unheld,
         queries_prerotary=find_heads(block, attend, attend.queries, clip),
@@ -180,14 +189,15 @@ def _held(names: tuple[str, ...], module: nn.Module, config: object = None) -> f
     return next((value for value in found if isinstance(value, int | float) and not isinstance(value, bool)), None)
 
 
-def _output_projection(block: Block, attend: Attend) -> str | None:
-    """The first projection after the op that takes all heads, one beside the other."""
+def _output_projection(block: Block, mixer: Call | None, attend: Attend) -> str | None:
+    """The first projection of the attention, after the op, that takes all heads, one beside the other."""
+    if mixer is None:
+        return None
     width = attend.queries.shape[0] * attend.values.shape[-1]
-    after = [
-        call for call in block.inside if call.start > attend.index and is_linear(call) and call.argument is not None
-    ]
-    taking = [call for call in after if call.argument is not None and call.argument.rows.shape[-1] == width]
-    return next((call.path for call in taking if block.once(call)), None)
+    after = [call for call in block.inside if attend.index < call.start and call.end < mixer.end]
+    projections = [call for call in after if is_linear(call) and block.once(call)]
+    taking = (call for call in projections if call.argument is not None and call.argument.value.shape[-1] == width)
+    return next((call.path for call in taking), None)
 
 
 def _cached(recording: Recording, attend: Attend, own: float | None) -> tuple[int | None, dict[str, str]]:

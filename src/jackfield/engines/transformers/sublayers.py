@@ -24,7 +24,7 @@ from jackfield.engines.transformers.dataflow import (
 from jackfield.engines.transformers.recording import Call, Seen
 from jackfield.engines.transformers.sums import find_sum, leaves_little
 from jackfield.values.anatomy import Formula, Missing
-from jackfield.values.families.names import MIXERS, MULTIPLIERS
+from jackfield.values.families.names import MIXERS, MLPS, MULTIPLIERS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,9 +45,11 @@ def find_sublayers(block: Block, attention: str | None, config: object) -> Subla
     mixers = _mixers(block, attention)
     candidates = [(mixer, _rest(block, mixer)) for mixer in mixers]
     found = find_sum(block, candidates, _factors(block.call.module, config))
-    if found is not None:
-        return Sublayers(found.attention, found.mlp, True, found.middle)
-    return _on_the_way(block, mixers)
+    if found is None:
+        return _on_the_way(block, mixers)
+    if attention is None and found.mlp is None and _is_named(found.attention.call, MLPS):
+        return Sublayers(None, found.attention, True, None)
+    return Sublayers(found.attention, found.mlp, True, found.middle)
 
 
 def core(block: Block, term: Term) -> Call:
@@ -65,11 +67,13 @@ def _mixers(block: Block, attention: str | None) -> list[Call]:
     """The calls whose result may be what the attention adds, likeliest first."""
     if attention is None:
         children = [call for call in block.inside if block.depth(call) == 1 and not is_norm(call)]
-        starts = sorted(children, key=lambda call: not _is_mixer(call))
+        starts = sorted(children, key=lambda call: not _is_named(call, MIXERS))
     else:
         starts = block.around(attention)
     candidates = [call for call in starts if block.gives_stream(call) and block.once(call)]
     followers = [after for call in candidates for after in _followers(block, call)]
+    if attention is None:
+        return [*candidates, *followers]
     return [*candidates, *followers, *(last for call in candidates for last in _last_projection(block, call))]
 
 
@@ -101,9 +105,11 @@ def _is_bare(call: Call) -> bool:
     return not any(True for _ in call.module.parameters())
 
 
-def _is_mixer(call: Call) -> bool:
-    name = call.path.rpartition(".")[2].lower() + type(call.module).__name__.lower()
-    return any(hint in name for hint in MIXERS)
+def _is_named(call: Call, hints: Iterable[str]) -> bool:
+    """Whether the class of the module of `call` has one of `hints` in its name, or else the module itself."""
+    kind, name = type(call.module).__name__.lower(), call.path.rpartition(".")[2].lower()
+    others = (*MIXERS, *MLPS)
+    return any(hint in (kind if any(other in kind for other in others) else name) for hint in hints)
 
 
 def _rest(block: Block, mixer: Call) -> list[Call]:

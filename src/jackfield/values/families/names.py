@@ -3,6 +3,9 @@
 MIXERS = ("attn", "attention", "mixer", "mamba", "ssm", "recurrent", "delta", "conv", "retention", "rwkv")
 """In the name or the class of a sublayer that mixes tokens, in lower case."""
 
+MLPS = ("mlp", "ffn", "feedforward", "feed_forward", "moe")
+"""In the name or the class of a sublayer that does not."""
+
 EXPERTS = ("expert", "moe")
 """In the name or the class of a module that holds experts."""
 
