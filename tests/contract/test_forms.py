@@ -1,5 +1,8 @@
 """Traces and runs in all their forms: prompts, invokes, sampling arguments, results."""
 
+# `list().save()` is how a block makes a list to save.
+# ruff: noqa: C408
+
 import asyncio
 import weakref
 from collections.abc import Iterator

@@ -1,5 +1,8 @@
 """What a block saves, and what it sees of the outside."""
 
+# `list().save()` is how a block makes a list to save.
+# ruff: noqa: C408
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,10 +1,13 @@
 """Steps, positions and stopping: what a block reads when."""
 
+# `list().save()` is how a block makes a list to save.
+# ruff: noqa: C408
+
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jackfield as jf
@@ -49,7 +52,6 @@ def test_positions_are_absolute(model: jf.Model, prompts: list[list[int]]) -> No
 @settings(
     max_examples=12,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     steps=st.lists(st.integers(0, 7), unique=True).map(sorted), max_tokens=st.integers(1, 5), length=st.integers(1, 9)

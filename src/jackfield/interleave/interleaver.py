@@ -80,7 +80,8 @@ class Interleaver:
             if worker.slot is None:
                 self._resume(worker, False)
             else:
-                message = f"{worker.wanted} was waited for in step {worker.waiting_step}, but the request ended after step {self.step}."
+                waited = f"{worker.wanted} was waited for in step {worker.waiting_step}"
+                message = f"{waited}, but the request ended after step {self.step}."
                 self._throw(worker, NotReached(message))
 
     def close(self) -> None:
