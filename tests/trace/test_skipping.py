@@ -327,7 +327,10 @@ def test_without_a_text_the_error_shows_the_other_form() -> None:
 
 
 def python(*arguments: str, text: str | None = None) -> str:
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'src'}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, input=text, capture_output=True, text=True, check=False
     )
@@ -360,3 +363,15 @@ def test_a_script_and_under_a_debugger(tmp_path: Path) -> None:
     output = python("-m", "pdb", str(path), text="b 6\nc\np x\nc\nq\n")
     assert "[1, 2] 2" in output
     assert "(Pdb) 2\n" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("core", ["ctrace", "pytrace"])
+def test_coverage_sees_every_line(core: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("coverage")
+    monkeypatch.setenv("COVERAGE_CORE", core)
+    monkeypatch.setenv("COVERAGE_FILE", str(tmp_path / "data"))
+    path = tmp_path / "script.py"
+    path.write_text(PROGRAM)
+    python("-m", "coverage", "run", f"--include={path}", str(path))
+    assert python("-m", "coverage", "report", "-m").splitlines()[-1].endswith("100%")

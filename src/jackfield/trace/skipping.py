@@ -29,13 +29,9 @@ class _Before(NamedTuple):
 
     @property
     def in_c(self) -> bool:
-        """Whether it is written in C, as coverage's: it sees every frame without asking, until it is replaced."""
-        unasked = self.everywhere is not None and self.here is None
-        return unasked and not isinstance(self.everywhere, FunctionType | MethodType)
-
-    def local(self, frame: FrameType) -> Any:
-        """What is told of the events in `frame`."""
-        return self.everywhere if self.in_c else frame.f_trace
+        """Whether it is written in C, as coverage's: it is told of every frame, whatever the frame's `f_trace`."""
+        alone = self.everywhere is not None and self.here in (None, self.everywhere)
+        return alone and not isinstance(self.everywhere, FunctionType | MethodType)
 
 
 @dataclass(slots=True)
@@ -59,7 +55,7 @@ class Skip:
         frame.f_trace_opcodes = True
         frame.f_trace = skip._end_body
         for called in _called_by(frame):
-            called.f_trace = skip._watch(skip._before.local(called))
+            called.f_trace = skip._watch(skip._before.everywhere if skip._before.in_c else called.f_trace)
         sys.settrace(_ignore)
         return skip
 
@@ -68,8 +64,7 @@ class Skip:
         frame, self._frame = self._frame, None
         if frame is None:
             return False
-        self._put_back(frame)
-        self._tell_calls(frame)
+        self._put_back(frame, left=True)
         if self._done and exception_type is Skipped:
             self._bind_target(frame)
             return True
@@ -89,7 +84,7 @@ class Skip:
             raise Skipped
         if event == "exception":  # `__enter__` failed after all: there will be no body
             self._frame = None
-            self._put_back(frame)
+            self._put_back(frame, left=False)
         return self._end_body
 
     def _watch(self, local: Any) -> Callable[..., Any]:
@@ -104,16 +99,14 @@ class Skip:
 
         return watch
 
-    def _put_back(self, frame: FrameType) -> None:
+    def _put_back(self, frame: FrameType, *, left: bool) -> None:
+        """`left`: out of `__exit__`. A tracer in C will see that return, and has not seen it called: it is told."""
         before = self._before
         frame.f_trace, frame.f_trace_opcodes = before.here, before.opcodes
+        callers = reversed(_called_by(frame)) if before.in_c and left else ()
         sys.settrace(before.everywhere)
-
-    def _tell_calls(self, frame: FrameType) -> None:
-        """A tracer in C, put back, will see its callers return, and has not seen them called. Then it goes on in C."""
-        if self._before.in_c:
-            for called in reversed(_called_by(frame)):
-                self._before.everywhere(called, "call", None)
+        for called in callers:
+            before.everywhere(called, "call", None)  # with which it also goes on in C
 
 
 def reraise(error: BaseException) -> NoReturn:
