@@ -101,7 +101,7 @@ class Model(RootValues, ValuePart):
         return self._engine.project_on_vocab(x, norm=norm)
 
     def share(self, value: Any) -> Shared:
-        """Keeps a large object (an autoencoder, a bank of vectors) with the model once; the handle works in any block."""
+        """Keeps a large object (an autoencoder, a bank of vectors) with the model; its handle works in any block."""
         return Shared(_on_device(value, self.device))
 
     def support(self, layer: int | None = None) -> Mapping[str, str | None]:

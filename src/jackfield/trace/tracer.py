@@ -1,5 +1,6 @@
 """`t` inside a block: its steps, its saves, its stop."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -89,6 +90,6 @@ def _ascending(steps: int | slice | Sequence[int]) -> Iterator[int]:
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise InvalidRequest(f"t.iter[{steps!r}]: a step is an int from 0 upwards.")
-    if any(later <= earlier for earlier, later in zip(numbers, numbers[1:], strict=False)):
+    if any(later <= earlier for earlier, later in itertools.pairwise(numbers)):
         raise InvalidRequest(f"t.iter[{steps!r}]: steps come in order, each once.")
     return iter(numbers)

@@ -53,7 +53,7 @@ class AttentionValues:
 
 
 class AttentionOp(Module):
-    """The attention op as vLLM has it: `.inputs` is ((q, k, v), kwargs), each [t, heads * width], `.output` the head outputs."""
+    """The attention op as vLLM has it: `.inputs` is ((q, k, v), kwargs), each [t, heads * width]."""
 
     __slots__ = ()
     inputs = RawPort("inputs")

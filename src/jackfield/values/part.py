@@ -1,4 +1,4 @@
-"""A part of a model: what a name belongs to. It asks its engine where the value is, and the running block's worker for it."""
+"""A part of a model: what a name belongs to. It asks its engine where a value is, and the block's worker for it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

@@ -17,7 +17,7 @@ NEGATIVE_INFINITY = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class KeyWindow:
-    """Where one request's keys stand among the columns of the op: columns `first` on, of which the first is token `token`."""
+    """Where one request's keys stand among the columns of the op: from `first` on, which is token `token`."""
 
     first: int
     token: int
@@ -91,7 +91,7 @@ class AttentionCall(ABC):
             or not self._as_kept(given, rows, index).equal(rows)
         ):
             raise Unavailable(
-                "these keys and values cannot be edited: the cache of this attention holds something else than its op receives."
+                "these keys and values cannot be edited: the cache holds something else than the attention receives."
             )
         return rows
 

@@ -187,7 +187,7 @@ def _additive_mask(call: Beside, rows: Rows) -> Tensor | None:
         return _causal_mask(rows.num_tokens(call.step), columns - window.first, call.q.device) if call.causal else None
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         raise Unavailable(
-            f"scores and pattern: the attention was given a mask of type {type(mask).__name__}, which cannot be read here."
+            f"scores and pattern: the attention was given a mask of type {type(mask).__name__}, unreadable here."
         )
     own = mask[rows.index if mask.shape[0] > 1 else 0, :, tokens, window.first : columns]
     if own.dtype == torch.bool:

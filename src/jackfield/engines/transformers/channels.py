@@ -278,7 +278,7 @@ class RawChannel(Channel):
     def read(self, passing: Call, worker: Worker, selection: Selection) -> Any:
         if worker.batch_size > 1:
             raise Unavailable(
-                f"{self.name} holds several requests at once in this batch; name it in the block itself, so that it runs alone."
+                f"{self.name} holds several requests in this batch; name it in the block itself, so that it runs alone."
             )
         return private_copy(self._found(passing))
 
@@ -362,7 +362,7 @@ def same_nest(channel: Channel, wanted: Any, value: Any) -> None:
     elif isinstance(wanted, tuple | list):
         if not isinstance(value, type(wanted)) or len(value) != len(wanted):
             raise EditMismatch(
-                f"{channel.name} is a {type(wanted).__name__} of {len(wanted)}; it was assigned a {type(value).__name__}."
+                f"{channel.name} is a {type(wanted).__name__} of {len(wanted)}; a {type(value).__name__} was assigned."
             )
         for one, other in zip(wanted, value, strict=True):
             same_nest(channel, one, other)
