@@ -112,7 +112,7 @@ def _broken(blocks: list[Block], whole: list[bool]) -> dict[str, str]:
     partial = [block.number for block, holds in zip(blocks, whole, strict=True) if not holds]
     if partial:
         broken["residual_stream"] = (
-            f"layers {partial} do more to their stream than add an attention and an MLP, "
+            f"what layers {partial} do to their stream is not the sum of an attention and an MLP, "
             "so layer_input + attention_output + mlp_output is not layer_output there"
         )
     changed = [block.number for block, after in pairwise(blocks) if not after.entering.equals(block.leaving)]

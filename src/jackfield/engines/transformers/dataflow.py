@@ -55,6 +55,11 @@ class Block:
         return self.leaving.value.dtype
 
     @property
+    def has_one_stream(self) -> bool:
+        """Whether the stream is one argument [1, token, width]: some blocks hand on several, side by side."""
+        return self.entering.value.ndim == 3 and not any(seen is self.entering for seen in self.call.nested)
+
+    @property
     def path(self) -> str:
         """The block's own path."""
         return self.call.path

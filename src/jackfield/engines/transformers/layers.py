@@ -14,6 +14,7 @@ from jackfield.engines.transformers.heads import find_heads
 from jackfield.engines.transformers.neurons import find_activations, find_router
 from jackfield.engines.transformers.recording import Call, Recording
 from jackfield.engines.transformers.sublayers import (
+    NO_SUBLAYERS,
     Sublayers,
     core,
     find_middle,
@@ -29,7 +30,7 @@ NOT_A_SUM = (
     "this block is not seen to add the result of one module per sublayer to its stream, "
     "so no tensor is what this sublayer adds"
 )
-_NO_SUBLAYER = "this block has no such sublayer"
+_NO_SUBLAYER = "no such sublayer adds to the stream of this block"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def read_layer(
     """The places of everything in `block`; `attends` are the attention ops of the whole recording."""
     mine = _attends_of(block, attends, family)
     attending = mine[0].path if mine else None
-    sublayers = find_sublayers(block, attending, config)
+    sublayers = find_sublayers(block, attending, config) if block.has_one_stream else NO_SUBLAYERS
     mixer = _mixer(block, sublayers, attending)
     mlp = _mlp(block, sublayers, mixer, family)
     router = find_router(block, recording, attending)
@@ -84,9 +85,8 @@ def _mlp(block: Block, sublayers: Sublayers, mixer: Call | None, family: Family)
 
 
 def _stream(block: Block) -> dict[str, Formula | Missing]:
-    if block.entering.value.ndim != 3:
-        shape = tuple(block.entering.value.shape)
-        several = Missing(f"the block hands on {shape} for {block.tokens} tokens: not one stream [1, token, width]")
+    if not block.has_one_stream:
+        several = Missing("the blocks of this model hand on several tensors, of which none is the residual stream")
         return {"layer_input": several, "layer_output": several}
     return {
         "layer_input": input_formula(block.call, block.entering, block.tokens),

@@ -61,6 +61,7 @@ class Seen:
 class Call:
     """One call of one module. Arguments are by parameter name; a starred one is by position.
 
+    `nested` are tensors inside tuples and lists, which no Site can name.
     `start` and `end` order all events of a recording: one call lies inside another where its span does.
     """
 
@@ -70,6 +71,7 @@ class Call:
     end: int = -1
     first: str | int | None = None
     arguments: dict[str | int, Seen] = field(default_factory=dict[str | int, Seen])
+    nested: list[Seen] = field(default_factory=list[Seen])
     results: dict[int, Seen] = field(default_factory=dict[int, Seen])
     is_tensor: bool = False
 
@@ -81,7 +83,8 @@ class Call:
     @property
     def argument(self) -> Seen | None:
         """The first argument that holds real numbers (positions and masks of other kinds may stand before it)."""
-        return next((seen for seen in self.arguments.values() if seen.value.is_floating_point()), None)
+        given = [*self.arguments.values(), *self.nested]
+        return next((seen for seen in given if seen.value.is_floating_point()), None)
 
     def argument_key(self, seen: Seen | None) -> str | int | None:
         """How a Site names the argument `seen`: None for the first parameter."""
@@ -237,6 +240,8 @@ class _Listener:
         call = Call(self._paths[id(module)], module, self._tick())
         named, call.first = self._bound(module, args, kwargs)
         call.arguments = {name: _seen(value) for name, value in named.items() if isinstance(value, Tensor)}
+        inside = [item for value in named.values() for item in _items(value)]
+        call.nested = [_seen(item) for item in inside if isinstance(item, Tensor)]
         self.recording.calls.append(call)
         self._open.append(call)
 
@@ -244,7 +249,7 @@ class _Listener:
         call = self._open.pop()
         call.end = self._tick()
         call.is_tensor = isinstance(output, Tensor)
-        items = list(cast("Sequence[object]", output)) if isinstance(output, tuple | list) else [output]
+        items = _items(output) or [output]
         call.results = {key: _seen(value) for key, value in enumerate(items) if isinstance(value, Tensor)}
 
     def _bound(
@@ -311,6 +316,10 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     """Every module by its path; "" is the model."""
     named = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())  # torch leaves its memo untyped
     return dict(named)
+
+
+def _items(value: object) -> list[object]:
+    return list(cast("Sequence[object]", value)) if isinstance(value, tuple | list) else []
 
 
 def _seen(tensor: Tensor) -> Seen:

@@ -40,6 +40,9 @@ class Sublayers:
     middle: Tensor | None
 
 
+NO_SUBLAYERS = Sublayers(None, None, False, None)
+
+
 def find_sublayers(block: Block, attention: str | None, config: object) -> Sublayers:
     """The sublayers of `block`. `attention` is the path of the module that attends; None where none does."""
     mixers = _mixers(block, attention)
@@ -129,7 +132,7 @@ def _on_the_way(block: Block, mixers: list[Call]) -> Sublayers:
     bases = [block.entering]
     attention, middle = _added(block, mixers, bases)
     if attention is None or middle is None:
-        return Sublayers(None, None, False, None)
+        return NO_SUBLAYERS
     renormed = [call.result for call in block.inside if call.argument is not None and call.argument.equals(middle)]
     rest = [call for call in _rest(block, attention.call) if call.start > attention.call.end]
     mlp, _ = _added(block, rest, [middle, *(seen for seen in renormed if seen is not None)])
