@@ -13,6 +13,7 @@ from jackfield.errors import InvalidRequest, TracingError
 from jackfield.trace.binding import bind
 from jackfield.trace.capture import Block, Body
 from jackfield.trace.result import Result, without_traceback
+from jackfield.trace.skipping import reraise
 from jackfield.trace.tracer import Steps
 
 
@@ -88,11 +89,13 @@ def result(outcome: Outcome) -> Result:
 def raise_errors(found: Sequence[Outcome], *, of: int) -> None:
     """Raises the one error of these outcomes, or an ExceptionGroup of them."""
     errors = [error for outcome in found for error in outcome.errors if error is not None]
+    for outcome in found:
+        outcome.errors = [without_traceback(error) for error in outcome.errors]
     try:
         if len(errors) == 1:
-            raise errors[0]
+            reraise(errors[0])
         if errors:
-            raise ExceptionGroup(f"{len(errors)} blocks of {of} prompts failed", errors)
+            reraise(ExceptionGroup(f"{len(errors)} blocks of {of} prompts failed", errors))
     finally:
         del errors  # a raised error leads to this frame: the cycle would keep the block's tensors alive
 

@@ -171,6 +171,22 @@ def fails(model: jf.Model, prompt: list[int]) -> None:
         model.run(prompt, block)
 
 
+def fails_in_a_body(model: jf.Model, prompt: list[int]) -> None:
+    with contextlib.suppress(ValueError), model.trace(prompt):
+        h = model.layers[0].layer_output.save()
+        if h.shape[1]:
+            raise ValueError(h.shape)
+
+
+def fails_in_company(model: jf.Model, prompt: list[int]) -> None:
+    def block(m: jf.Model, t: Any) -> None:
+        h = m.layers[0].layer_output
+        raise ValueError(h.shape)
+
+    with contextlib.suppress(ExceptionGroup):
+        model.run([prompt, prompt[1:]], block, max_tokens=2)
+
+
 def is_stopped_in_the_middle(model: jf.Model, prompt: list[int]) -> None:
     def block(m: jf.Model, t: Any) -> None:
         h = m.layers[0].layer_output
@@ -182,7 +198,11 @@ def is_stopped_in_the_middle(model: jf.Model, prompt: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trace", [reads, generates, fails, is_stopped_in_the_middle], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "trace",
+    [reads, generates, fails, fails_in_a_body, fails_in_company, is_stopped_in_the_middle],
+    ids=lambda trace: trace.__name__,
+)
 def test_nothing_is_left_of_a_trace(
     model: jf.Model, prompt: list[int], trace: Callable[[jf.Model, list[int]], None]
 ) -> None:
@@ -193,7 +213,7 @@ def test_nothing_is_left_of_a_trace(
     gc.disable()
     try:
         before = tensors_alive()
-        for _ in range(200):
+        for _ in range(50):
             trace(model, prompt)
         assert tensors_alive() == before
     finally:

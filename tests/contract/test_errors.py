@@ -22,7 +22,8 @@ def user_lines(error: BaseException) -> list[str]:
 
 
 def test_an_error_keeps_its_class_and_its_line(model: jf.Model, prompt: list[int]) -> None:
-    with pytest.raises(ZeroDivisionError) as caught, model.trace(prompt):
+    divided = pytest.raises(ZeroDivisionError)
+    with divided as caught, model.trace(prompt):
         x = model.layers[0].layer_output
         y = x.shape[0] // 0
         print(y)

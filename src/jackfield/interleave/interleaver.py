@@ -102,6 +102,6 @@ class Interleaver:
 
     def _attach(self, worker: Worker) -> None:
         if worker.interrupt is not None:
-            raise worker.interrupt
+            raise worker.interrupt_taken()
         if not worker.done and worker.slot is not None and worker.waiting_step == self.step:
             worker.slot.workers.append(worker)

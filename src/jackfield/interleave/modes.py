@@ -1,7 +1,8 @@
 """The torch modes of a block: greenlets share those of their thread, so each hand-over puts them away and back."""
 
 import torch
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch._C import _len_torch_function_stack  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 
 
 class BlockModes:
@@ -26,16 +27,16 @@ class BlockModes:
         if self._guard is not None:
             self._guard.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
             self._guard = None
-        self._depth = torch._C._len_torch_function_stack()
+        self._depth = _len_torch_function_stack()
         for mode in reversed(self._functions):
             _push_mode(mode)
-        torch._C._set_grad_enabled(self._grad_enabled)
+        torch.set_grad_enabled(self._grad_enabled)
 
     def leave(self) -> None:
         """The block waits, or has ended."""
-        self._functions = [_pop_mode() for _ in range(torch._C._len_torch_function_stack() - self._depth)]
+        self._functions = [_pop_mode() for _ in range(_len_torch_function_stack() - self._depth)]
         self._grad_enabled = torch.is_grad_enabled()
         if torch.is_inference_mode_enabled() != self._engine_inference:
             self._guard = torch.inference_mode(self._engine_inference)
             self._guard.__enter__()
-        torch._C._set_grad_enabled(self._engine_grad_enabled)
+        torch.set_grad_enabled(self._engine_grad_enabled)

@@ -1,7 +1,7 @@
 """What a block's copy of its outside names leaves as it is."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 
 class Reference:
@@ -43,7 +43,8 @@ class Shared(Reference):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = {name: _unwrapped(item) for name, item in (kwargs or {}).items()}
+        named: dict[str, Any] = kwargs or {}
+        plain = {name: _unwrapped(item) for name, item in named.items()}
         return function(*_unwrapped(args), **plain)
 
     def __add__(self, other: Any) -> Any:
@@ -74,6 +75,8 @@ class Shared(Reference):
 def _unwrapped(value: Any) -> Any:
     if isinstance(value, Shared):
         return value.value
-    if isinstance(value, tuple | list):
-        return type(value)(map(_unwrapped, value))
+    if isinstance(value, tuple):
+        return tuple(map(_unwrapped, cast("tuple[Any, ...]", value)))
+    if isinstance(value, list):
+        return list(map(_unwrapped, cast("list[Any]", value)))
     return value

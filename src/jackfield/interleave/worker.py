@@ -19,6 +19,7 @@ from torch import Tensor
 
 from jackfield.errors import EditMismatch, NotReached, OutOfOrder
 from jackfield.interleave.modes import BlockModes
+from jackfield.interleave.nest import tensors
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
 
@@ -121,16 +122,10 @@ class _Past:
         return cls(weakref.ref(tensor), witness, tensor._version, name, step)
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in a nest of tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
+def _from_the_block(error: Exception) -> Exception:
+    """The error without the frame that called the block: a cycle through the worker would keep tensors alive."""
+    trace = error.__traceback__
+    return error.with_traceback(None if trace is None else trace.tb_next)
 
 
 class _BlockGreenlet(greenlet.greenlet):
@@ -179,6 +174,15 @@ class Worker:
         """Raises `error` in the block, where it waits."""
         self._switch(lambda: self._greenlet.throw(error))
 
+    def interrupt_taken(self) -> BaseException:
+        """What interrupted the block, to be raised: its traceback leads to this worker, which does not keep it."""
+        interrupt, self.interrupt = self.interrupt, None
+        assert interrupt is not None
+        try:
+            return interrupt
+        finally:
+            del interrupt
+
     def kill(self) -> None:
         """Ends a block that is still running; its `finally` clauses run."""
         if self._greenlet and not self._greenlet.dead:
@@ -206,9 +210,7 @@ class Worker:
         except greenlet.GreenletExit:
             pass
         except Exception as error:
-            # Without this frame, which leads back to this worker: a cycle would keep the tensors of the block alive.
-            trace = error.__traceback__
-            self.error = error.with_traceback(trace.tb_next if trace is not None else None)
+            self.error = _from_the_block(error)
         except BaseException as error:
             self.interrupt = error
         finally:

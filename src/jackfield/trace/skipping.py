@@ -116,6 +116,7 @@ def reraise(error: BaseException) -> NoReturn:
         raise error
     finally:
         error.__context__ = context
+        del error, context  # the traceback leads to this frame: the cycle would keep the block's tensors alive
 
 
 def _called_by(frame: FrameType) -> list[FrameType]:
