@@ -1,0 +1,118 @@
+"""Processes of the libraries that take turns, so that no library has the machine at a better time than another."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from bench.environments import ROOT, Environment
+from bench.jobs import MEMORY, Job
+
+# Seconds of each case: by job, by process, by case.
+Seconds: TypeAlias = dict[str, dict[str, dict[str, list[float]]]]
+
+# The threads of a process that has just had its turn spin for some milliseconds before they sleep.
+PAUSE_S = 0.2
+
+
+class Process:
+    """A worker in a library's environment. Idle, it takes no time of the machine."""
+
+    def __init__(self, environment: Environment, folder: Path, threads: int, **variables: str) -> None:
+        self.library = environment.library
+        command = [str(environment.python), "-m", "bench.worker", self.library, str(folder), str(threads)]
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=_variables(threads) | variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """The answer to one request; RuntimeError if the process has died over it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self.library} ended with {self._process.wait()}; see above")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@contextmanager
+def process(environment: Environment, folder: Path, threads: int, **variables: str) -> Iterator[Process]:
+    found = Process(environment, folder, threads, **variables)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def timed(
+    environments: Sequence[Environment], folder: Path, jobs: Sequence[Job], *, threads: int, rounds: int
+) -> tuple[Seconds, dict[str, dict[str, str]]]:
+    """Seconds of every case of these jobs, and the versions in each environment.
+
+    All processes are there from the beginning. In each round each of them has one turn, in another order each time.
+    """
+    seconds: Seconds = {}
+    versions: dict[str, dict[str, str]] = {}
+    with ExitStack() as stack:
+        processes = [stack.enter_context(process(each, folder, threads)) for each in environments]
+        for job in jobs:
+            taking_part = []
+            for each in processes:
+                _say(f"{job.name}: {each.library} gets ready")
+                answer = each.ask("prepare", job=job.name)
+                if answer["cases"]:
+                    versions[each.library] = answer["versions"]
+                    taking_part.append(each)
+            seconds[job.name] = _rounds(taking_part, job, rounds)
+    return seconds, versions
+
+
+def _rounds(processes: Sequence[Process], job: Job, rounds: int) -> dict[str, dict[str, list[float]]]:
+    found: dict[str, dict[str, list[float]]] = {each.library: {} for each in processes}
+    for number in range(rounds):
+        _say(f"{job.name}: round {number + 1} of {rounds}")
+        start = number % len(processes)
+        for each in (*processes[start:], *processes[:start]):
+            time.sleep(PAUSE_S)
+            answer = each.ask("time", job=job.name, repeats=job.repeats, first=number * job.repeats)
+            for case, seconds in answer["seconds"].items():
+                found[each.library].setdefault(case, []).extend(seconds)
+    return found
+
+
+def remembered(environments: Sequence[Environment], folder: Path, *, threads: int) -> list[dict[str, Any]]:
+    """Peak and kept memory of each case, each in a process of its own."""
+    by_library = {each.library: each for each in environments}
+    found: list[dict[str, Any]] = []
+    for case in MEMORY:
+        if case.library not in by_library:
+            continue
+        _say(f"memory: {case.job}, {case.key}")
+        # Without this glibc moves the threshold with what is freed, and blocks of some MB stay with the process.
+        with process(by_library[case.library], folder, threads, MALLOC_MMAP_THRESHOLD_="131072") as each:
+            found.append({"job": case.job, "case": case.key, **each.ask("memory", job=case.job, case=case.key)})
+    return found
+
+
+def _variables(threads: int) -> dict[str, str]:
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "src")))
+    quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    return os.environ | quiet | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
+
+
+def _say(what: str) -> None:
+    print(f"bench: {what}", file=sys.stderr, flush=True)
