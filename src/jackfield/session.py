@@ -7,7 +7,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from jackfield.engines.engine import Engine, Outcome, Request
-from jackfield.engines.prompt import Many, One, Prompt, parse_prompt, parse_prompts, tokenize
+from jackfield.engines.prompt import Many, One, Prompt, Stream, parse_prompt, parse_prompts, tokenize
 from jackfield.engines.request import Sampling
 from jackfield.errors import InvalidRequest, TracingError
 from jackfield.trace.binding import bind
@@ -117,6 +117,11 @@ def _merged(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: [saved.get(name) for saved in samples] for name in names}
 
 
+def _caller() -> FrameType:
+    """The frame of the `with` whose `__enter__` asks."""
+    return sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # inspect.stack would read every file on the way
+
+
 class _Lifted:
     """A `with` whose body becomes a block, and the frame that it stands in."""
 
@@ -135,17 +140,17 @@ class Trace:
     """`with model.trace(...) as t`: outside the block it has the results."""
 
     def __init__(self, job: Job, prompts: Any = None) -> None:
-        self._job, self._prompts = job, prompts
+        self.job, self._prompts = job, prompts
         self._lifted: _Lifted | None = None
-        self._invokes: list[Invoke] = []
+        self.invokes: list[Invoke] = []
         self._results: list[Result] | None = None
         self._several = False
 
     def __enter__(self) -> "Trace":
-        Sampling.parse(**self._job.sampling)
+        Sampling.parse(**self.job.sampling)
         if self._prompts is not None:
             self._parsed = parse_prompts(self._prompts)
-            self._lifted = _Lifted(sys._getframe(1), self)
+            self._lifted = _Lifted(_caller(), self)
         return self
 
     def __exit__(
@@ -166,7 +171,7 @@ class Trace:
             raise TracingError(
                 "This trace has its prompt already; write `with model.trace() as t:` to invoke prompts one by one."
             )
-        return Invoke(self, parse_prompt(prompt), {**self._job.sampling, **sampling})
+        return Invoke(self, parse_prompt(prompt), {**self.job.sampling, **sampling})
 
     @property
     def result(self) -> Result:
@@ -192,20 +197,23 @@ class Trace:
 
     def _run_body(self, lifted: _Lifted) -> None:
         parsed, block = self._parsed, lifted.body.block
-        sampling = Sampling.parse(**self._job.sampling)
-        prompts = iter([parsed.prompt]) if isinstance(parsed, One) else iter(parsed.prompts)
-        found = list(outcomes(self._job.engine, (self._job.request(prompt, block, sampling) for prompt in prompts)))
+        sampling = Sampling.parse(**self.job.sampling)
+        prompts = [parsed.prompt] if isinstance(parsed, One) else parsed.prompts
+        requests = (self.job.request(prompt, block, sampling) for prompt in prompts)
+        if not isinstance(parsed, Stream):
+            requests = iter(list(requests))  # all are admitted before one runs
+        found = list(outcomes(self.job.engine, requests))
         self._results = [result(outcome) for outcome in found]
         lifted.bind(saved_values(block, found, several=not isinstance(parsed, One)))
         raise_errors(found, of=len(found))
 
     def _run_invokes(self) -> None:
-        if not self._invokes:
+        if not self.invokes:
             raise InvalidRequest(
                 "This trace has no prompt: give one to model.trace(prompt), or `with t.invoke(prompt):` inside."
             )
-        invokes = self._invokes
-        found = list(outcomes(self._job.engine, iter([invoke.request() for invoke in invokes])))
+        invokes = self.invokes
+        found = list(outcomes(self.job.engine, iter([invoke.request() for invoke in invokes])))
         self._results = [result(outcome) for outcome in found]
         for invoke, outcome in zip(invokes, found, strict=True):
             invoke.bind(outcome)
@@ -220,7 +228,7 @@ class Invoke:
         self._lifted: _Lifted | None = None
 
     def __enter__(self) -> "Invoke":
-        self._lifted = _Lifted(sys._getframe(1), self._trace)
+        self._lifted = _Lifted(_caller(), self._trace)
         return self
 
     def __exit__(
@@ -229,13 +237,13 @@ class Invoke:
         assert self._lifted is not None
         if not self._lifted.body.left(kind):
             return False
-        self._trace._invokes.append(self)
+        self._trace.invokes.append(self)
         return True
 
     def request(self) -> Request:
         """This prompt's request."""
         assert self._lifted is not None
-        return self._trace._job.request(self._prompt, self._lifted.body.block, self._sampling)
+        return self._trace.job.request(self._prompt, self._lifted.body.block, self._sampling)
 
     def bind(self, outcome: Outcome) -> None:
         """Binds what its block saved."""

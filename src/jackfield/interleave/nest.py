@@ -24,7 +24,7 @@ def private_copy(value: Any) -> Any:
         return value.clone()
     if isinstance(value, tuple | list):
         items = [private_copy(item) for item in cast("tuple[Any, ...] | list[Any]", value)]
-        made: Any = type(cast("Any", value))
+        made = cast("Any", type(value))  # pyright: ignore[reportUnknownArgumentType]
         return made(*items) if hasattr(cast("Any", value), "_fields") else made(items)  # a named tuple takes its fields
     if isinstance(value, dict):
         copies = {key: private_copy(item) for key, item in cast("dict[Any, Any]", value).items()}

@@ -290,7 +290,9 @@ class Worker:
 
     def _wait(self, slot: Slot | None, wanted: str) -> Any:
         self.slot, self.wanted, self.waiting_step = slot, wanted, self.step
-        return self._greenlet.parent.switch()
+        engine = self._greenlet.parent
+        assert engine is not None
+        return engine.switch()
 
     def _copy(self, channel: Channel, selection: Selection) -> Any:
         if torch.is_inference_mode_enabled():  # a tensor born there has no version counter

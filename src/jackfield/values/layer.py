@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 from typing import overload
 
-from jackfield.errors import UnknownValue
 from jackfield.interleave.reference import Reference
 from jackfield.values.anatomy import Anatomy
 from jackfield.values.attention import Attention, AttentionValues
 from jackfield.values.mlp import Mlp, MlpValues
-from jackfield.values.part import Part, Server
+from jackfield.values.part import Part, Server, numbered
 from jackfield.values.root import RootValues
 from jackfield.values.tree import Module
 from jackfield.values.value import Value, declared
@@ -77,9 +76,7 @@ class Layers(Reference):
     def __getitem__(self, index: int | slice) -> Layer | list[Layer]:
         if isinstance(index, slice):
             return [self[number] for number in range(self._count)[index]]
-        if isinstance(index, bool) or not isinstance(index, int) or not -self._count <= index < self._count:
-            raise UnknownValue(f"There is no layer {index!r}: layers are 0 to {self._count - 1}.")
-        layer = self._server.layer_part(index % self._count)
+        layer = self._server.layer_part(numbered("layer", index, self._count))
         assert isinstance(layer, Layer)
         return layer
 

@@ -1,7 +1,8 @@
 """A part of a model: what a name belongs to. It asks its engine where a value is, and the block's worker for it."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, SupportsIndex, cast
 
 from torch import Tensor, nn
 
@@ -128,11 +129,20 @@ def value_names(owner: type) -> list[str]:
 
 
 def _picked(what: str, picks: int | slice | Sequence[int], size: int) -> tuple[int, ...]:
-    indices = range(size)[picks] if isinstance(picks, slice) else ([picks] if isinstance(picks, int) else list(picks))
-    for index in indices:
-        if isinstance(index, bool) or not isinstance(index, int) or not -size <= index < size:
-            raise UnknownValue(f"There is no {what} {index!r} here: {what}s are 0 to {size - 1}.")
-    chosen = tuple(index % size for index in indices)
+    listed = picks if isinstance(picks, Iterable) else [picks]
+    indices = range(size)[picks] if isinstance(picks, slice) else listed
+    chosen = tuple(numbered(what, index, size) for index in cast("Iterable[object]", indices))
     if not chosen or len(set(chosen)) != len(chosen):
-        raise UnknownValue(f"{what}s {list(indices)} were asked for; name at least one, and each once.")
+        raise UnknownValue(f"{what}s {list(chosen)} were asked for; name at least one, and each once.")
     return chosen
+
+
+def numbered(what: str, index: object, size: int) -> int:
+    """An index from the front, of any integer type; UnknownValue where there is no such thing."""
+    try:
+        number = operator.index(cast("SupportsIndex", index))
+    except TypeError:
+        number = size
+    if isinstance(index, bool) or not -size <= number < size:
+        raise UnknownValue(f"There is no {what} {index!r} here: {what}s are 0 to {size - 1}.")
+    return number % size

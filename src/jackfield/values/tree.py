@@ -1,12 +1,23 @@
 """The raw module tree: any submodule's `.input`, `.inputs`, `.output`, by the engine's own module names."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 from torch import nn
 
 from jackfield.errors import UnknownValue, near
 from jackfield.values.part import Part, ValuePart, value_names
+
+
+def submodules(module: nn.Module) -> dict[str, nn.Module]:
+    """The direct submodules by name; one that stands under two names has both, as `named_children` does not say."""
+    found: dict[str, nn.Module | None] = vars(module)["_modules"]
+    return {name: child for name, child in found.items() if child is not None}
+
+
+def named_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Every module by its path, the root as ""."""
+    return dict(cast("Iterable[tuple[str, nn.Module]]", module.named_modules()))  # torch leaves its memo untyped
 
 
 class RawPort:
@@ -48,27 +59,27 @@ class Module(ValuePart):
         if name.startswith("_"):
             raise AttributeError(name)
         module = self._server.module(self._path)  # not the property: its AttributeError would bring Python here again
-        if name in module._modules:
+        if name in submodules(module):
             return self._child(name)
         try:
             return getattr(module, name)
         except AttributeError:
-            known = [*module._modules, *value_names(type(self))]
+            known = [*submodules(module), *value_names(type(self))]
             message = f"{self!r} has no value, submodule or attribute {name!r}.{near(name, known)}"
             raise UnknownValue(message) from None
 
     def __getitem__(self, index: int | str) -> Part:
-        children = self._module._modules
+        children = submodules(self._module)
         name = str(index % len(children)) if isinstance(index, int) and children else str(index)
         if name not in children or (isinstance(index, int) and not -len(children) <= index < len(children)):
             raise UnknownValue(f"{self!r} has no submodule {index!r}; it has {', '.join(children) or 'none'}.")
         return self._child(name)
 
     def __len__(self) -> int:
-        return len(self._module._modules)
+        return len(submodules(self._module))
 
     def __iter__(self) -> Iterator[Part]:
-        return (self._child(name) for name in self._module._modules)
+        return (self._child(name) for name in submodules(self._module))
 
     def __bool__(self) -> bool:
         return True

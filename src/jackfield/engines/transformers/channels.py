@@ -1,6 +1,7 @@
 """How each value is had at its site on this engine: cut out of a padded batch, given its shape, and put back."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from jackfield.engines.transformers.attention_call import AttentionCall
 from jackfield.engines.transformers.gate import Call
 from jackfield.errors import EditMismatch, Unavailable
+from jackfield.interleave.nest import private_copy
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import WHOLE, Channel, Selection, Worker
 from jackfield.values.anatomy import Formula, Projection
@@ -57,7 +59,8 @@ class HeadsFormulaChannel(FormulaChannel):
         self.num_heads = num_heads
 
     def read(self, passing: Call, worker: Worker, selection: Selection) -> Tensor:
-        heads = super().read(passing, worker, Selection(tokens=selection.tokens)).unflatten(-1, (self.num_heads, -1))
+        heads = super().read(passing, worker, Selection(tokens=selection.tokens))
+        heads = heads.reshape(*heads.shape[:2], self.num_heads, -1)
         return heads[:, :, list(selection.heads)].clone() if selection.heads is not None else heads
 
     def write(self, passing: Call, worker: Worker, selection: Selection, value: Tensor) -> None:
@@ -82,7 +85,7 @@ class HeadResultsChannel(HeadsFormulaChannel):
         assert isinstance(weight, Tensor)
         if isinstance(self.projection, nn.Linear):
             weight = weight.T  # transformers' Conv1D keeps [in, out]
-        by_head = weight.unflatten(0, (self.num_heads, -1))
+        by_head = weight.reshape(self.num_heads, -1, weight.shape[-1])
         if selection.heads is not None:
             by_head = by_head[list(selection.heads)]
         return torch.einsum("bthd,hdm->bthm", premix, by_head.to(premix.dtype))
@@ -212,7 +215,7 @@ def cut_heads(tensor: Tensor, projection: Projection, worker: Worker) -> Tensor:
     own = own[:, -worker.rows.num_tokens(worker.step) :]  # latent attention projects all of its cache again each step
     if projection.clip is not None:
         own = own.clamp(-projection.clip, projection.clip)
-    heads = own.unflatten(-1, (projection.groups, -1, projection.width))
+    heads = own.reshape(*own.shape[:2], projection.groups, -1, projection.width)
     heads = heads[..., projection.first : projection.first + projection.count, :].flatten(2, 3)
     if projection.columns is not None:
         heads = heads[..., slice(*projection.columns)]
@@ -314,7 +317,7 @@ class OpInputsChannel(Channel):
     def write(self, passing: AttentionCall, worker: Worker, selection: Selection, value: Any) -> None:
         for operand, new in zip(self.operands, value[0], strict=True):
             old = operand.read(passing, worker, WHOLE)
-            heads = new.unflatten(-1, (old.shape[1], -1)).transpose(0, 1)[None]
+            heads = new.reshape(new.shape[0], old.shape[1], -1).transpose(0, 1)[None]
             if not torch.equal(heads, old):
                 operand.write(passing, worker, WHOLE, heads)
 
@@ -333,26 +336,11 @@ class OpOutputChannel(HeadOutputsChannel):
 
     def write(self, passing: AttentionCall, worker: Worker, selection: Selection, value: Tensor) -> None:
         heads = self._rows(passing, worker).shape[2]
-        super().write(passing, worker, WHOLE, value.unflatten(-1, (heads, -1))[None])
+        super().write(passing, worker, WHOLE, value.reshape(1, value.shape[0], heads, -1))
 
 
 def _flat(heads: Tensor) -> Tensor:
     return heads[0].transpose(0, 1).flatten(1)
-
-
-def private_copy(value: Any) -> Any:
-    """The same nest of tuples, lists and dicts with every tensor copied; other objects are passed on."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(private_copy, value))
-    if isinstance(value, tuple | list):
-        return type(value)(map(private_copy, value))
-    if type(value) is dict:
-        return {key: private_copy(item) for key, item in value.items()}
-    if isinstance(value, dict):  # a ModelOutput
-        return type(value)(**{key: private_copy(item) for key, item in value.items()})
-    return value
 
 
 def same_nest(channel: Channel, wanted: Any, value: Any) -> None:
@@ -360,9 +348,9 @@ def same_nest(channel: Channel, wanted: Any, value: Any) -> None:
     if isinstance(wanted, Tensor):
         Channel.check(channel, wanted, value)
     elif isinstance(wanted, tuple | list):
-        if not isinstance(value, type(wanted)) or len(value) != len(wanted):
-            raise EditMismatch(
-                f"{channel.name} is a {type(wanted).__name__} of {len(wanted)}; a {type(value).__name__} was assigned."
-            )
-        for one, other in zip(wanted, value, strict=True):
+        ours, given = cast("Sequence[Any]", wanted), cast("Sequence[Any]", value)
+        if type(given) is not type(ours) or len(given) != len(ours):
+            kind = type(ours).__name__
+            raise EditMismatch(f"{channel.name} is a {kind} of {len(ours)}; a {type(given).__name__} was assigned.")
+        for one, other in zip(ours, given, strict=True):
             same_nest(channel, one, other)

@@ -9,7 +9,7 @@ what the model would have run. Modules of other models, and of other threads, ge
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
@@ -61,16 +61,18 @@ class Switchboard:
                     _unwrap(table)
 
     def _wrap(self, table: AttentionInterface) -> None:
-        local = table._local_mapping
+        local: dict[str, AttentionFunction] = vars(table)["_local_mapping"]
         plain = type(table)()
-        plain._local_mapping = local
+        vars(plain)["_local_mapping"] = local
 
         def get_interface(attn_implementation: str, default: AttentionFunction) -> AttentionFunction:
-            return self._heard(plain.get_interface(attn_implementation, default), attn_implementation)
+            found = cast("AttentionFunction", plain.get_interface(attn_implementation, default))
+            return self._heard(found, attn_implementation)
 
         # Code that indexes the table does not ask for eager there: its own function is called without a look-up.
-        table._local_mapping = {**local, **{name: self._heard(plain[name], name) for name in plain}}
-        table.__dict__.update(get_interface=get_interface, _jackfield_local_mapping=local)
+        known = cast("Mapping[str, AttentionFunction]", plain)
+        heard = {name: self._heard(function, name) for name, function in known.items()}
+        vars(table).update(_local_mapping={**local, **heard}, get_interface=get_interface, _jackfield_local=local)
 
     def _heard(self, function: AttentionFunction, implementation: str | None) -> AttentionFunction:
         taps = self._taps
@@ -85,8 +87,8 @@ class Switchboard:
 
 
 def _unwrap(table: AttentionInterface) -> None:
-    del table.__dict__["get_interface"]
-    table._local_mapping = table.__dict__.pop("_jackfield_local_mapping")
+    del vars(table)["get_interface"]
+    vars(table)["_local_mapping"] = vars(table).pop("_jackfield_local")
 
 
 def _tables(taps: Mapping[nn.Module, Dispatched]) -> list[AttentionInterface]:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from jackfield.engines.company import Company
 from jackfield.engines.engine import Engine, Facts, Outcome, Request
+from jackfield.engines.prompt import Tokenizer
 from jackfield.engines.request import FinishReason, Sampling, admit
 from jackfield.engines.transformers.alibi import alibi_slopes
 from jackfield.engines.transformers.anatomy import read_anatomy
@@ -26,6 +27,7 @@ from jackfield.values.families.family import Family
 from jackfield.values.interface import AttentionFuser
 from jackfield.values.layer import Layer, part_at
 from jackfield.values.part import Part
+from jackfield.values.tree import named_modules
 
 QUERY_HEADS = (
     "attention_keys",
@@ -46,14 +48,15 @@ class TransformersEngine(Engine):
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         family: Family | None = None,
-        max_num_seqs: int = 8,
+        max_num_seqs: Any = 8,  # parsed here
         **options: Any,
     ) -> None:
         if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, int) or max_num_seqs < 1:
             raise InvalidRequest(
                 f"max_num_seqs={max_num_seqs!r}: it is how many prompts run in one batch, an int from 1."
             )
-        loaded, self.tokenizer = load(model, dtype=dtype, device=device, **options)
+        loaded, tokenizer = load(model, dtype=dtype, device=device, **options)
+        self.tokenizer = cast("Tokenizer | None", tokenizer)  # transformers' signatures are looser
         self.max_num_seqs = max_num_seqs
         self.config = loaded.config
         self.anatomy = read_anatomy(loaded, family)
@@ -63,7 +66,7 @@ class TransformersEngine(Engine):
         self._lens = Lens(loaded, self.anatomy)
         self._parts: dict[str, Part] = {}
         self._raw: dict[tuple[str, str], Channel] = {}
-        self._run: Run | None = None
+        self.running: Run | None = None
         self._lock = threading.Lock()
 
     @property
@@ -125,10 +128,10 @@ class TransformersEngine(Engine):
         return None
 
     def step_value(self, name: str, worker: Worker) -> Tensor:
-        assert self._run is not None
-        assert self._run.input_ids is not None
+        assert self.running is not None
+        assert self.running.input_ids is not None
         rows = worker.rows
-        return self._run.input_ids[rows.index : rows.index + 1, rows.tokens(worker.step)].clone()
+        return self.running.input_ids[rows.index : rows.index + 1, rows.tokens(worker.step)].clone()
 
     def heads(self, name: str, layer: int) -> int:
         attention = self.attention(layer)
@@ -149,8 +152,9 @@ class TransformersEngine(Engine):
         try:
             return self.model.get_submodule(path)
         except AttributeError:
-            known = [name for name, _ in self.model.named_modules()]
-            raise UnknownValue(f"There is no module {path!r} in this model.{near(path, known)}") from None
+            raise UnknownValue(
+                f"There is no module {path!r} in this model.{near(path, named_modules(self.model))}"
+            ) from None
 
     def part(self, path: str) -> Part:
         if path not in self._parts:
@@ -198,7 +202,7 @@ class _Execution:
         workers = self.company.workers_of(layout.rows, layout.pads)
         width = len(self.rows[layout.rows[0]].prompt_token_ids) + layout.pads[0]
         engine = self.engine
-        self.run_ = engine._run = Run(engine.model, engine.anatomy, workers, width, self.company.names)
+        self.run_ = engine.running = Run(engine.model, engine.anatomy, workers, width, self.company.names)
         self.run_.start()
 
     def finished(self, row: int) -> FinishReason | None:
@@ -217,7 +221,7 @@ class _Execution:
 
     def _close(self) -> None:
         if self.run_ is not None:
-            run, self.run_, self.engine._run = self.run_, None, None
+            run, self.run_, self.engine.running = self.run_, None, None
             run.close()
 
 

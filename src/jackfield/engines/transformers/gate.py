@@ -42,7 +42,7 @@ class Call:
         if isinstance(place, int) and place < len(self.args):
             self.args = (*self.args[:place], new, *self.args[place + 1 :])
         else:
-            self.kwargs = {**self.kwargs, place: new}  # type: ignore[dict-item]
+            self.kwargs = {**self.kwargs, str(place): new}
 
     def result(self, key: int | str | None) -> Any:
         """The result, or its item `key`; None picks the result itself, or its first item where that is a tuple."""

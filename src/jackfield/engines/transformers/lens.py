@@ -1,6 +1,7 @@
 """From the residual stream to the vocabulary, as the model does it after its last block."""
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from transformers import PreTrainedModel
 
 from jackfield.errors import EditMismatch, Unavailable
 from jackfield.values.anatomy import Anatomy
+from jackfield.values.tree import named_modules
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # other dtypes round: 2e-2
 
@@ -65,7 +67,7 @@ class Lens:
         blocks = {layer.path for layer in self._anatomy.layers}
         return [
             module
-            for path, module in self._model.named_modules()
+            for path, module in named_modules(self._model).items()
             if path and path not in blocks and not path.startswith(inside) and not list(module.children())
         ]
 
@@ -75,7 +77,7 @@ def _recorder(
 ) -> Callable[[nn.Module, tuple[object, ...], object], None]:
     def record(module: nn.Module, args: tuple[object, ...], output: object) -> None:
         given = args[0] if args else None
-        result = output[0] if isinstance(output, tuple) else output
+        result = cast("tuple[object, ...]", output)[0] if isinstance(output, tuple) else output
         if isinstance(result, Tensor) and result.is_floating_point():
             passed.append((module, given if isinstance(given, Tensor) else result, result.clone()))
 

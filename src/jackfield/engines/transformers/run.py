@@ -18,6 +18,7 @@ from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Slot, Worker
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Formula, Missing, Projection
 from jackfield.values.attention import AttentionValues
+from jackfield.values.tree import named_modules
 from jackfield.values.value import declared
 
 RAW_NAMES = frozenset({"input", "inputs", "output"})
@@ -41,11 +42,12 @@ class Run:
     ) -> None:
         self.model, self.anatomy, self.padded_length = model, anatomy, padded_length
         self.interleaver = Interleaver(workers, self._open)
+        self.batch_size = workers[0].batch_size if workers else 1
         self.masks = Masks()
         self.input_ids: Tensor | None = None
         self.cache: Any = None
         self._gates: dict[str, Gate] = {}
-        self._modules = dict(model.named_modules()) if names & RAW_NAMES else {}
+        self._modules = named_modules(model) if names & RAW_NAMES else {}
         self._taps = {
             layer.attention.path: AttentionTap(self, layer.attention)
             for layer in anatomy.layers
@@ -170,7 +172,7 @@ class Run:
                 lambda: self.cache_layer(anatomy),
                 anatomy.num_heads,
                 anatomy.num_kv_heads,
-                self.interleaver.workers[0].batch_size,
+                self.batch_size,
             )
 
         return around
