@@ -64,6 +64,26 @@ def test_a_read_is_a_private_copy(model: jf.Model, prompt: list[int], name: str)
     assert one != other
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("layer_output", 0), ("layer_input", 1)),
+        (("attention_keys", 0), ("attention_cached_keys", 0)),
+        (("attention_head_outputs", 0), ("attention_premix", 0)),
+    ],
+    ids=lambda place: place[0],
+)
+def test_what_is_one_tensor_in_the_model_is_two_copies(
+    model: jf.Model, prompt: list[int], one: tuple[str, int], other: tuple[str, int]
+) -> None:
+    def block(m: jf.Model, t: Any) -> Any:
+        copies = [getattr(m.layers[layer], name) for name, layer in (one, other)]
+        return [copy.untyped_storage().data_ptr() for copy in copies]
+
+    first, second = model.run(prompt, block).returned
+    assert first != second
+
+
 @pytest.mark.parametrize("name", WRITABLE)
 def test_an_edit_is_what_the_next_read_sees(model: jf.Model, prompt: list[int], name: str) -> None:
     """To one rounding of its dtype: halved, and halved by assignment, then read anew."""
