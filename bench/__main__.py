@@ -4,7 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from bench.conditions import conditions
@@ -30,12 +30,12 @@ def _measure(options: argparse.Namespace) -> Measured:
 
     began = time.perf_counter()
     places = environments(options.libraries)
-    jobs = [replace(job, repeats=options.repeats or job.repeats) for job in JOBS if job.name in options.jobs]
+    jobs = [job for job in JOBS if job.name in options.jobs]
     folder = sample_model()
-    seconds, versions = timed(places, folder, jobs, threads=options.threads, rounds=options.rounds)
+    runs = {"threads": options.threads, "rounds": options.rounds}
+    seconds, versions = timed(places, folder, jobs, repeats=options.repeats, **runs)
     memory = remembered(places, folder, threads=options.threads) if options.memory else []
-    took = time.perf_counter() - began
-    about = conditions(versions, jobs, threads=options.threads, rounds=options.rounds, seconds=took)
+    about = conditions(seconds, versions, took_s=time.perf_counter() - began, **runs)
     return Measured(seconds, memory, about)
 
 
@@ -50,8 +50,8 @@ def _kept(measured: Measured, folder: Path) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--threads", type=int, default=2, help="torch's threads in each process")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each process in each job")
-    parser.add_argument("--repeats", type=int, help="repeats in a turn, where it is not to be each job's own number")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each process in each job")
+    parser.add_argument("--repeats", type=int, help="times each case in a turn; else by the job's budget")
     parser.add_argument("--jobs", nargs="*", choices=[job.name for job in JOBS], default=[job.name for job in JOBS])
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="times alone")

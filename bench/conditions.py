@@ -9,16 +9,18 @@ from datetime import date
 from pathlib import Path
 
 from bench.environments import ROOT
-from bench.jobs import LONG_TOKENS, NEW_TOKENS, OVERHEAD_LAYERS, OVERHEAD_TOKENS, OVERHEAD_WIDTH, PROMPT_TOKENS, Job
+from bench.jobs import LONG_TOKENS, NEW_TOKENS, OVERHEAD_LAYERS, OVERHEAD_TOKENS, OVERHEAD_WIDTH, PROMPT_TOKENS
+from bench.turns import Seconds
 
 
 def conditions(
-    versions: Mapping[str, Mapping[str, str]], jobs: list[Job], *, threads: int, rounds: int, seconds: float
+    seconds: Seconds, versions: Mapping[str, Mapping[str, str]], *, threads: int, rounds: int, took_s: float
 ) -> dict[str, str]:
-    """One line for each thing that the numbers depend on. `seconds` is how long the run took."""
-    repeats = ", ".join(f"{job.name} {rounds * job.repeats}" for job in jobs)
+    """One line for each thing that the numbers depend on. `took_s` is how long the run took."""
+    counts = {job: len(times) for job, timed in seconds.items() for cases in timed.values() for times in cases.values()}
+    repeats = ", ".join(f"{job} {count}" for job, count in counts.items())
     return {
-        "date": f"{date.today():%Y-%m-%d}; the run took {seconds / 60:.0f} minutes",
+        "date": f"{date.today():%Y-%m-%d}; the run took {took_s / 60:.0f} minutes",
         "processor": f"{processor()}, {os.cpu_count()} cores; {threads} threads",
         "system": f"{platform.system()} {platform.release().split('-')[0]}, Python {platform.python_version()}",
         "jackfield": jackfield(),

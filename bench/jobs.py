@@ -22,7 +22,7 @@ LIBRARIES: Final = ("jackfield", "nnsight", "TransformerLens")
 PROMPT: Final = "The history of the city of Paris begins in"
 NEW_TOKENS: Final = 32
 PROMPT_TOKENS: Final = 256
-LONG_TOKENS: Final = 2048
+LONG_TOKENS: Final = 1024
 LONG_LAYER: Final = 15
 OVERHEAD_TOKENS: Final = 10
 OVERHEAD_LAYERS: Final = 24
@@ -31,13 +31,17 @@ OVERHEAD_WIDTH: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """How often a job's cases are timed: `repeats` times in each turn."""
+    """A model and a prompt, and about how many seconds all processes together may time it on this machine."""
 
     name: str
-    repeats: int
+    budget_s: float
+
+    def repeats(self, once_s: float, rounds: int) -> int:
+        """How often each process goes through its cases in a turn, where all of them take `once_s` to do it once."""
+        return max(1, round(self.budget_s / rounds / once_s))
 
 
-JOBS: Final = (Job("generation", 4), Job("prompt", 5), Job("overhead", 60))
+JOBS: Final = (Job("generation", 180.0), Job("prompt", 150.0), Job("overhead", 50.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ HELD_TO_NNSIGHT: Final = (("untouched", "forward"), ("reads", "forward"))
 EACH: Final = (("µs a read", "reads"), ("µs an edit", "edits"))
 LAYERS: Final = 24
 MEMORY: Final = (
-    ("2,048-token prompt, one layer's stream", "long", "layer"),
+    ("1,024-token prompt, one layer's stream", "long", "layer"),
     ("256-token prompt, every pattern", "prompt", "patterns"),
 )
 

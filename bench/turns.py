@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -50,7 +50,7 @@ class Process:
 
 
 @contextmanager
-def process(environment: Environment, folder: Path, threads: int, **variables: str) -> Iterator[Process]:
+def process(environment: Environment, folder: Path, threads: int, **variables: str) -> Generator[Process, None, None]:
     found = Process(environment, folder, threads, **variables)
     try:
         yield found
@@ -59,36 +59,49 @@ def process(environment: Environment, folder: Path, threads: int, **variables: s
 
 
 def timed(
-    environments: Sequence[Environment], folder: Path, jobs: Sequence[Job], *, threads: int, rounds: int
+    environments: Sequence[Environment],
+    folder: Path,
+    jobs: Sequence[Job],
+    *,
+    threads: int,
+    rounds: int,
+    repeats: int | None = None,
 ) -> tuple[Seconds, dict[str, dict[str, str]]]:
     """Seconds of every case of these jobs, and the versions in each environment.
 
     All processes are there from the beginning. In each round each of them has one turn, in another order each time.
+    A turn is `repeats` times all cases; where it is None, as many as the job's budget has room for.
     """
     seconds: Seconds = {}
     versions: dict[str, dict[str, str]] = {}
     with ExitStack() as stack:
         processes = [stack.enter_context(process(each, folder, threads)) for each in environments]
         for job in jobs:
-            taking_part = []
-            for each in processes:
-                _say(f"{job.name}: {each.library} gets ready")
-                answer = each.ask("prepare", job=job.name)
-                if answer["cases"]:
-                    versions[each.library] = answer["versions"]
-                    taking_part.append(each)
-            seconds[job.name] = _rounds(taking_part, job, rounds)
+            ready = _ready(processes, job)
+            versions |= {each.library: answer["versions"] for each, answer in ready}
+            turn = repeats or job.repeats(sum(answer["once_s"] for _, answer in ready), rounds)
+            seconds[job.name] = _rounds([each for each, _ in ready], job, rounds, turn)
     return seconds, versions
 
 
-def _rounds(processes: Sequence[Process], job: Job, rounds: int) -> dict[str, dict[str, list[float]]]:
+def _ready(processes: Sequence[Process], job: Job) -> list[tuple[Process, dict[str, Any]]]:
+    """The processes that have cases in this job, and what they say about it."""
+    found: list[tuple[Process, dict[str, Any]]] = []
+    for each in processes:
+        _say(f"{job.name}: {each.library} gets ready")
+        if answer := each.ask("prepare", job=job.name):
+            found.append((each, answer))
+    return found
+
+
+def _rounds(processes: Sequence[Process], job: Job, rounds: int, repeats: int) -> dict[str, dict[str, list[float]]]:
     found: dict[str, dict[str, list[float]]] = {each.library: {} for each in processes}
     for number in range(rounds):
-        _say(f"{job.name}: round {number + 1} of {rounds}")
+        _say(f"{job.name}: round {number + 1} of {rounds}, every case {repeats} times")
         start = number % len(processes)
         for each in (*processes[start:], *processes[:start]):
             time.sleep(PAUSE_S)
-            answer = each.ask("time", job=job.name, repeats=job.repeats, first=number * job.repeats)
+            answer = each.ask("time", job=job.name, repeats=repeats, first=number * repeats)
             for case, seconds in answer["seconds"].items():
                 found[each.library].setdefault(case, []).extend(seconds)
     return found

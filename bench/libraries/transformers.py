@@ -1,6 +1,6 @@
 """Plain transformers, and the same jobs by hand: forward hooks, and `output_attentions` of eager attention."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -51,7 +51,7 @@ def edits(models: Models) -> Sequence[Tensor]:
 
 
 @contextmanager
-def kept(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+def kept(layers: Sequence[nn.Module]) -> Generator[list[Tensor], None, None]:
     """What these layers give while this is open."""
     found: list[Tensor] = []
     with hooked(layers, lambda output: found.append(output.clone())):
@@ -59,7 +59,7 @@ def kept(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def hooked(layers: Sequence[nn.Module], function: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+def hooked(layers: Sequence[nn.Module], function: Callable[[Tensor], Tensor | None]) -> Generator[None, None, None]:
     """Calls `function` with each of these layers' outputs; what it returns, if anything, goes on in its place."""
     handles = [layer.register_forward_hook(lambda module, args, output: function(output)) for layer in layers]
     try:

@@ -85,8 +85,8 @@ def test_medians_are_in_milliseconds(measured):
 
 def test_memory_is_in_megabytes(measured):
     text = tables(measured)
-    assert line(text, "2,048-token prompt, one layer's stream: peak")[:2] == ["512.0 / –", "104.7"]
-    assert line(text, "2,048-token prompt, one layer's stream: kept")[:2] == ["–", "4.7"]
+    assert line(text, "1,024-token prompt, one layer's stream: peak")[:2] == ["512.0 / –", "104.7"]
+    assert line(text, "1,024-token prompt, one layer's stream: kept")[:2] == ["–", "4.7"]
 
 
 def test_every_table_is_rectangular(measured):

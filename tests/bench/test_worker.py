@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bench.jobs import Job
 from bench.memory import measured, resident
 from bench.worker import check, rotated
 
@@ -46,3 +47,8 @@ def test_memory_knows_a_peak_from_what_is_kept():
 def test_a_field_that_is_not_there_is_refused():
     with pytest.raises(RuntimeError, match="no VmNothing"):
         resident("VmNothing")
+
+
+@pytest.mark.parametrize(("once_s", "repeats"), [(1.0, 5), (0.01, 500), (100.0, 1)], ids=["some", "fast", "too slow"])
+def test_a_turn_is_what_the_budget_has_room_for(once_s, repeats):
+    assert Job("prompt", budget_s=30.0).repeats(once_s, rounds=6) == repeats
