@@ -60,6 +60,31 @@ class ByHand(nn.Module):
         return self.back(heads.transpose(1, 2).flatten(2))
 
 
+class Turn(nn.Module):
+    """A rotary embedding that is a module: pairs of neighbours, turned by the token's position."""
+
+    def forward(self, heads: Tensor) -> Tensor:
+        angle = torch.arange(heads.shape[2])[:, None] * 0.7 ** torch.arange(SIZE // 2)
+        even, odd = heads[..., ::2], heads[..., 1::2]
+        turned = even * angle.cos() - odd * angle.sin(), odd * angle.cos() + even * angle.sin()
+        return torch.stack(turned, dim=-1).flatten(-2)
+
+
+class Turning(ByHand):
+    """Attention by hand whose queries and keys go through modules that turn them."""
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__(config)
+        self.turn_queries, self.turn_keys, self.sharpness = Turn(), Turn(), 0.27
+
+    def forward(self, stream: Tensor) -> Tensor:
+        query, key, value = self.everything(stream).unflatten(-1, (HEADS, 3, SIZE)).permute(3, 0, 2, 1, 4)
+        scores = self.turn_queries(query) @ self.turn_keys(key).transpose(2, 3) * self.sharpness
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        pattern = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return self.back((pattern @ value).transpose(1, 2).flatten(2))
+
+
 class Neurons(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
@@ -125,6 +150,10 @@ class OddModel(PreTrainedModel):
 
 class OddByHand(OddModel):
     mixer = ByHand
+
+
+class OddTurning(OddModel):
+    mixer = Turning
 
 
 class OddTwoStreams(OddModel):

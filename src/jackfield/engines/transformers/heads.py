@@ -45,7 +45,7 @@ def find_heads(block: Block, attend: Attend, heads: Tensor, clip: float | None) 
     for is_sorted in (False, True):
         for call in reversed(calls):
             found = _find(block, call, heads, clip, is_sorted=is_sorted)
-            if found is not None and _is_chained(calls, call):
+            if found is not None and _is_chained(calls, call) and not _rotates(block, call):
                 return found
     return _find_latent(block, calls, heads) or Missing(
         "no module of this attention gives these before the rotary embedding"
@@ -117,6 +117,16 @@ def _is_chained(calls: list[Call], call: Call) -> bool:
     taken = call.argument.value.float()
     makers = [other.result for other in calls if other.end < call.start and other.result is not None]
     return any(bool(torch.isin(taken, made.value.float()).all()) for made in makers)
+
+
+def _rotates(block: Block, call: Call) -> bool:
+    """Whether `call` is a rotation in a module of its own: it leaves directions at position 0 alone, and no others."""
+    _, before = _heads_axis(block, call.argument)
+    _, after = _heads_axis(block, call.result)
+    if before is None or after is None or before.shape != after.shape:
+        return False
+    turned = (normalize(before.double(), dim=-1) - normalize(after.double(), dim=-1)).abs().amax(dim=-1)
+    return bool(turned[0] < 1e-6 < turned[1:].max())
 
 
 def _find_latent(block: Block, calls: list[Call], heads: Tensor) -> tuple[Projection, Projection] | None:
