@@ -86,7 +86,8 @@ class Beside(AttentionCall):
         heads, tokens = self._picks(rows, selection)
         edited = scores[0, :, :, self.window(rows).token :].detach().clone()
         edited.masked_fill_(self._raw_scores(rows, heads, tokens) == NEGATIVE_INFINITY, NEGATIVE_INFINITY)
-        self._add(rows, _Patch(heads, tokens, edited, self._softmax(edited, heads)))
+        unseeing = (edited == NEGATIVE_INFINITY).all(-1, keepdim=True)  # of these the softmax is NaN
+        self._add(rows, _Patch(heads, tokens, edited, self._softmax(edited, heads).masked_fill_(unseeing, 0.0)))
 
     def write_pattern(self, rows: Rows, selection: Selection, pattern: Tensor) -> None:
         heads, tokens = self._picks(rows, selection)
@@ -102,19 +103,21 @@ class Beside(AttentionCall):
     def overwrite(self, outputs: Tensor) -> None:
         """Writes the edited rows over the op's outputs [batch, token, head, d_value]; no other row is touched."""
         for rows, patches in self._patches.values():
+            written = torch.zeros(self.q.shape[1], rows.num_tokens(self.step), dtype=torch.bool, device=outputs.device)
             for patch in patches:
-                self._overwrite(outputs, rows, patch)
+                self._overwrite(outputs, rows, patch, written)
 
-    def _overwrite(self, outputs: Tensor, rows: Rows, patch: _Patch) -> None:
+    def _overwrite(self, outputs: Tensor, rows: Rows, patch: _Patch, written: Tensor) -> None:
+        """`written` [head, token] are the rows written over so far: one that is put back as it was is written too."""
         plain = self._softmax(self._raw_scores(rows, patch.heads, patch.tokens), patch.heads)
-        changed = (patch.pattern != plain).any(-1)
+        heads, tokens = (torch.tensor(picks, device=outputs.device) for picks in (patch.heads, patch.tokens))
+        changed = (patch.pattern != plain).any(-1) | written[heads[:, None], tokens]
+        written[heads[:, None], tokens] |= changed
         values = self.window(rows).cut(self.v[rows.index])[[head // self.groups for head in patch.heads]]
         mixed = torch.matmul(patch.pattern, values.float()).to(outputs.dtype)
         first = rows.pad if self.step == 0 else 0
-        index = torch.tensor([first + token for token in patch.tokens], device=outputs.device)
-        heads = torch.tensor(patch.heads, device=outputs.device)
         picked_heads, picked_tokens = changed.nonzero(as_tuple=True)
-        outputs[rows.index, index[picked_tokens], heads[picked_heads]] = mixed[changed]
+        outputs[rows.index, first + tokens[picked_tokens], heads[picked_heads]] = mixed[changed]
 
     def _add(self, rows: Rows, patch: _Patch) -> None:
         self._patches.setdefault(rows.index, (rows, []))[1].append(patch)
@@ -164,10 +167,7 @@ class Beside(AttentionCall):
         if self.sinks is not None:
             sinks = self.sinks.float()[list(heads)][:, None, None].expand(-1, scores.shape[1], 1)
             return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
-        pattern = torch.softmax(scores, -1)
-        if self._patches:  # only an edit can leave a row with nothing to see
-            pattern.masked_fill_((scores == NEGATIVE_INFINITY).all(-1, keepdim=True), 0.0)
-        return pattern
+        return torch.softmax(scores, -1)
 
 
 def _overlay(target: Tensor, heads: tuple[int, ...], tokens: tuple[int, ...], patch: _Patch, new: Tensor) -> None:

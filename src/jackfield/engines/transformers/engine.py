@@ -20,6 +20,7 @@ from jackfield.engines.transformers.lens import Lens
 from jackfield.engines.transformers.loading import limits, load
 from jackfield.engines.transformers.run import RAW_NAMES, Run
 from jackfield.engines.transformers.serving import Serving
+from jackfield.engines.transformers.witness import refuse_unwitnessed
 from jackfield.errors import EngineDied, InvalidRequest, TracingError, UnknownValue, near
 from jackfield.interleave.worker import Channel, Worker
 from jackfield.values.anatomy import AttentionAnatomy, Missing
@@ -61,6 +62,7 @@ class TransformersEngine(Engine):
         self.config = loaded.config
         self.anatomy = read_anatomy(loaded, family)
         self.serving = Serving(loaded, self.anatomy)
+        refuse_unwitnessed(loaded, self.anatomy, self.serving)
         self.facts = _facts(loaded, self.anatomy.layers)
         self._model: PreTrainedModel | None = loaded
         self._lens = Lens(loaded, self.anatomy)

@@ -80,7 +80,8 @@ def load(
     loaded = _weights(name, config, parse_dtype(dtype), options)
     if target is not None:
         loaded = loaded.to(target)  # pyright: ignore[reportArgumentType]  # annotated for a decorator
-    return loaded.eval(), _tokenizer(name if tokenizer is None else tokenizer, where)
+    _check_direction(name, loaded.eval())
+    return loaded, _tokenizer(name if tokenizer is None else tokenizer, where)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
@@ -129,9 +130,11 @@ def _adopted(
         raise InvalidRequest(
             f"{', '.join(asked)}: the model is loaded already; say it to from_pretrained, or model.to()."
         )
-    _check_architecture(type(model).__name__, model.config, trusted=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{type(model).__name__} is an encoder-decoder; only decoders are served.")
     if not model.can_generate():
         raise UnsupportedModel(f"{type(model).__name__} has no language modelling head: load AutoModelForCausalLM.")
+    _check_direction(type(model).__name__, model.eval())
     name = cast("str", model.config.name_or_path)
     return model.eval(), _tokenizer((name or False) if tokenizer is None else tokenizer, {"trust_remote_code": False})
 
@@ -154,12 +157,24 @@ def _check_architecture(name: str, config: PretrainedConfig, trusted: bool) -> N
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name!r} ({kind}) is an encoder-decoder; only decoders are served.")
-    # BERT and its like have a decoder's form as an option, off by default: their tokens see what follows.
-    if getattr(config, "is_decoder", None) is False:
+    saved_as = " ".join(getattr(config, "architectures", None) or ())
+    if getattr(config, "is_decoder", None) is False and "CausalLM" not in saved_as:
         raise UnsupportedModel(f"{name!r} ({kind}) reads in both directions; only causal models are served.")
     own_code = trusted and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
         raise UnsupportedModel(f"{name!r} ({kind}) is no causal language model to transformers.")
+
+
+@torch.no_grad()
+def _check_direction(name: str, model: PreTrainedModel) -> None:
+    """Refuses a model whose tokens see what follows, as BERT's do unless its configuration says `is_decoder`."""
+    if getattr(model.config, "is_decoder", None) is not False:
+        return
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.tensor([[3, 4, 5], [3, 4, 6]], device=model.device) % vocabulary
+    one, other = model(input_ids=ids, use_cache=False).logits[:, 0].float()
+    if not torch.allclose(one, other, atol=1e-3 * float(one.abs().max())):
+        raise UnsupportedModel(f"{name!r} reads in both directions; only causal models are served.")
 
 
 def _weights(

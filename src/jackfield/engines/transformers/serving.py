@@ -43,6 +43,7 @@ class Serving:
     def refuse(self, name: str, layer: int, reason: str) -> None:
         """Takes a value of a layer off, for a reason found after loading."""
         self._refused[name, layer] = reason
+        self._made = {key: made for key, made in self._made.items() if key[:2] != (name, layer)}
 
     def channel(self, name: str, layer: int | None, call: int | None) -> Channel:
         """The channel of a name; Unavailable with the reason."""
