@@ -117,7 +117,7 @@ def test_an_assignment_of_another_kind_is_refused(model: jf.Model, raw: nn.Modul
 
     with pytest.raises(jf.EditMismatch, match=r"\.input was edited with shape"):
         model.run(prompt, narrower)
-    with pytest.raises(jf.EditMismatch, match=r"\.output is a tuple of 2; it was assigned a Tensor"):
+    with pytest.raises(jf.EditMismatch, match=r"\.output is a tuple of 2; .*Tensor"):
         model.run(prompt, no_tuple)
 
 

@@ -126,6 +126,22 @@ def test_edited_scores_stay_masked_and_a_row_with_nothing_writes_zeros(model: jf
     assert (heads[0, -1, 1] != 0).any()
 
 
+def test_a_row_put_back_is_as_it_was(model: jf.Model, prompt: list[int]) -> None:
+    """Edited by one write, and put back by another: the head outputs are those of the row that stands."""
+
+    def block(m: jf.Model, t: Any) -> Any:
+        layer = m.layers[0]
+        before = layer.attention_probabilities.clone()
+        layer.attention_probabilities[:, :, 2:] = 0
+        layer.write("attention_probabilities", before[:, :, 2:3], queries=[2])
+        return layer.attention_head_outputs
+
+    heads = model.run(prompt, block).returned
+    plain = model.run(prompt, lambda m, t: m.layers[0].attention_head_outputs).returned
+    torch.testing.assert_close(heads[:, :3], plain[:, :3], rtol=1e-5, atol=1e-6)
+    assert (heads[:, 3:] == 0).all()
+
+
 def test_an_edited_pattern_stays_masked(model: jf.Model, prompt: list[int]) -> None:
     def block(m: jf.Model, t: Any) -> Any:
         layer = m.layers[0]
