@@ -84,7 +84,8 @@ def read_layer(number: int, layer: Any, found: dict[tuple[int | None, str], Tens
 def pairs(step: Step) -> list[tuple[tuple[int | None, str], Tensor]]:
     """The reference's values of one step, by (layer, name)."""
     of_root = [((None, name), value) for name, value in step.root.items()]
-    return of_root + [((number, name), value) for number, layer in enumerate(step.layers) for name, value in layer.items()]
+    layers = enumerate(step.layers)
+    return of_root + [((number, name), value) for number, layer in layers for name, value in layer.items()]
 
 
 def tokens_of(steps: Sequence[Step]) -> list[int]:

@@ -13,7 +13,20 @@ from tests.reference.edits import OF_THE_MODEL, WRITABLE, edited_tokens
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = ("llama", "gpt2", "gemma2", "mixtral", "gpt_oss", "granite", "bloom", "olmo2", "qwen3_next", "falcon/40b", "gptj", "phi")
+FAMILIES = (
+    "llama",
+    "gpt2",
+    "gemma2",
+    "mixtral",
+    "gpt_oss",
+    "granite",
+    "bloom",
+    "olmo2",
+    "qwen3_next",
+    "falcon/40b",
+    "gptj",
+    "phi",
+)
 LAYER = {"qwen3_next": 3}
 LENGTH, STEPS = 11, 4
 
@@ -100,8 +113,7 @@ def test_in_place_assigned_and_written_by_rows_are_one_edit(value: str) -> None:
 
     def written(m: jf.Model, t: Any) -> None:
         part = part_of(m, name, value)
-        rows = {} if value in ("logits",) else {"queries": [-1]}
-        part.write(value, edit_of(value)(part.read(value, **rows)) if rows else edit_of(value)(part.read(value)), **rows)
+        part.write(value, edit_of(value)(part.read(value, queries=[-1])), queries=[-1])
         t.save(logits=m.logits)
 
     blocks = [in_place, assigned] if value == "logits" else [in_place, assigned, written]
@@ -110,7 +122,9 @@ def test_in_place_assigned_and_written_by_rows_are_one_edit(value: str) -> None:
         torch.testing.assert_close(other, logits[0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("value", [name for name in WRITABLE if name not in ("attention_scores", "attention_probabilities")])
+@pytest.mark.parametrize(
+    "value", [name for name in WRITABLE if name not in ("attention_scores", "attention_probabilities")]
+)
 def test_an_edit_that_changes_nothing_changes_no_bit(value: str) -> None:
     name = "llama" if value == "mlp_activations" else "mixtral"
 

@@ -11,7 +11,16 @@ import pytest
 from torch import Tensor
 
 from tests import zoo
-from tests.engines.transformers.reading import ALIBI, IN_ORDER, loaded, pairs, prompts, read_everything, references, tokens_of
+from tests.engines.transformers.reading import (
+    ALIBI,
+    IN_ORDER,
+    loaded,
+    pairs,
+    prompts,
+    read_everything,
+    references,
+    tokens_of,
+)
 from tests.reference.compare import assert_close
 from tests.reference.mutants import MUTANTS
 from tests.reference.record import Step

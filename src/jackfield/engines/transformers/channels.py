@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from jackfield.engines.transformers.attention_call import AttentionCall
 from jackfield.engines.transformers.gate import Call
+from jackfield.engines.transformers.heads import cut
 from jackfield.errors import EditMismatch, Unavailable
 from jackfield.interleave.nest import private_copy
 from jackfield.interleave.site import Port, Site
@@ -204,23 +205,9 @@ class PrerotaryChannel(Channel):
             raise Unavailable(
                 f"{self.name} was asked for after its projection had run; name it in the block so that it is kept."
             )
-        return cut_heads(kept, projection, worker)
-
-
-def cut_heads(tensor: Tensor, projection: Projection, worker: Worker) -> Tensor:
-    """[1, heads, token, width] out of a projection's result [batch, token, ...] or [batch, heads, token, width]."""
-    own = tensor[worker.rows.index : worker.rows.index + 1]
-    if projection.heads_axis is not None:
-        own = (own.transpose(1, 2) if projection.heads_axis == 1 else own).flatten(2)
-    own = own[:, -worker.rows.num_tokens(worker.step) :]  # latent attention projects all of its cache again each step
-    if projection.clip is not None:
-        own = own.clamp(-projection.clip, projection.clip)
-    heads = own.reshape(*own.shape[:2], projection.groups, -1, projection.width)
-    heads = heads[..., projection.first : projection.first + projection.count, :].flatten(2, 3)
-    if projection.columns is not None:
-        heads = heads[..., slice(*projection.columns)]
-    heads = heads.repeat_interleave(projection.repeat, 2).transpose(1, 2)
-    return heads if projection.factor == 1.0 else heads * projection.factor
+        index = worker.rows.index
+        # The last rows: latent attention projects all of its cache again at each step.
+        return cut(kept[index : index + 1], projection)[:, :, -worker.rows.num_tokens(worker.step) :]
 
 
 class ScoresChannel(Channel):

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
@@ -37,6 +38,12 @@ class Switchboard:
         self._taps: dict[nn.Module, Dispatched] = {}
         self._tables: dict[int, tuple[AttentionInterface, int]] = {}
         self._lock = threading.Lock()
+        self._runs: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
+
+    def turn(self, model: nn.Module) -> threading.Lock:
+        """The lock that whoever runs blocks beside this model holds: gates of two runs would take each other down."""
+        with self._lock:
+            return self._runs.setdefault(model, threading.Lock())
 
     def connect(self, taps: Mapping[nn.Module, Dispatched]) -> None:
         """Hears the calls of these modules, until `disconnect`."""

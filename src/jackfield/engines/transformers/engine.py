@@ -1,6 +1,5 @@
 """transformers in this process: the default engine."""
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from jackfield.engines.transformers.alibi import alibi_slopes
 from jackfield.engines.transformers.anatomy import read_anatomy
 from jackfield.engines.transformers.channels import OpInputsChannel, OpOutputChannel, RawChannel
 from jackfield.engines.transformers.decode import Layout, Row, decode
+from jackfield.engines.transformers.dispatch import SWITCHBOARD
 from jackfield.engines.transformers.lens import Lens
 from jackfield.engines.transformers.loading import limits, load
 from jackfield.engines.transformers.run import RAW_NAMES, Run
@@ -69,7 +69,6 @@ class TransformersEngine(Engine):
         self._parts: dict[str, Part] = {}
         self._raw: dict[tuple[str, str], Channel] = {}
         self.running: Run | None = None
-        self._lock = threading.Lock()
 
     @property
     def model(self) -> PreTrainedModel:
@@ -104,7 +103,7 @@ class TransformersEngine(Engine):
     def execute(self, requests: Sequence[Request]) -> list[Outcome]:
         if Worker.current() is not None:
             raise TracingError("A trace cannot run inside a block: the model is busy with this one.")
-        with self._lock:
+        with SWITCHBOARD.turn(self.model):
             return _Execution(self, requests).run()
 
     # -- serving
