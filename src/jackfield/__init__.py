@@ -22,8 +22,10 @@ from jackfield.errors import (
     UnsupportedVersion,
     ValueAccessError,
 )
+from jackfield.interleave.site import Port, Site
 from jackfield.model import Model
 from jackfield.trace.result import Result
+from jackfield.values.anatomy import Formula, Missing
 from jackfield.values.families.family import Family
 from jackfield.values.interface import AttentionFuser, interface_call, interface_calls
 from jackfield.values.layer import values
@@ -36,16 +38,20 @@ __all__ = [
     "EngineDied",
     "EngineError",
     "Family",
+    "Formula",
     "InvalidIntervention",
     "InvalidRequest",
     "JackfieldError",
+    "Missing",
     "MissingExtra",
     "Model",
     "NoSource",
     "NotReached",
     "OutOfOrder",
+    "Port",
     "RequestTooLong",
     "Result",
+    "Site",
     "TracingError",
     "Unavailable",
     "UnboundSave",
