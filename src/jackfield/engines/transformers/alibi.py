@@ -1,6 +1,7 @@
 """ALiBi's slopes, as the model's own code makes them."""
 
 import sys
+from typing import Any, cast  # Any: a module's attributes depend on its family
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,14 @@ def alibi_slopes(model: PreTrainedModel, attention: nn.Module, num_heads: int) -
     else:
         return None
     columns = bias.reshape(num_heads, 2).float()
-    scale = getattr(attention, "inv_norm_factor", 1.0) if _scales_bias(attention) else 1.0
-    return (columns[:, 1] - columns[:, 0]) * scale
+    return (columns[:, 1] - columns[:, 0]) * _bias_factor(attention, getattr(config, "_attn_implementation", None))
 
 
-def _scales_bias(attention: nn.Module) -> bool:
-    """Falcon multiplies the sum of products and bias; bloom scales the products alone."""
-    return "falcon" in type(attention).__module__
+def _bias_factor(attention: nn.Module, implementation: str | None) -> float:
+    """Falcon multiplies the sum of products and bias; bloom scales the products alone.
+
+    Where it does its own softmax, Falcon (transformers 5.19) adds the bias once more, out of the mask.
+    """
+    if "falcon" not in type(attention).__module__:
+        return 1.0
+    return float(cast("Any", attention).inv_norm_factor) * (1 if implementation == "sdpa" else 2)

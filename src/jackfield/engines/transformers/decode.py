@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import BoolTensor, LongTensor, Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from jackfield.engines.progress import Progress
 from jackfield.engines.prompt import Tokenizer
@@ -128,7 +129,8 @@ def _mixes(config: Any, one: Row, other: Row) -> bool:  # a configuration's attr
     """Whether neither row changes what the other computes.
 
     A rotary embedding stretched by the length of what passes (dynamic, longrope) is the longest row's, for all.
-    llama4's temperature tuning (transformers 5.19) counts columns, padding included, so it takes equal lengths.
+    llama4's temperature tuning (transformers 5.19) counts columns, padding included, so it takes equal lengths. So does
+    an attention implementation registered without a mask function: its model makes no mask, and would see the padding.
     """
     text = config.get_text_config()
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
@@ -136,7 +138,8 @@ def _mixes(config: Any, one: Row, other: Row) -> bool:  # a configuration's attr
     if any(each.get("rope_type") in ("dynamic", "longrope") for each in (rope, *per_layer_type)):
         return False
     same_length = len(one.prompt_token_ids) == len(other.prompt_token_ids)
-    return same_length or not getattr(text, "attn_temperature_tuning", False)
+    masked = getattr(text, "_attn_implementation", None) in ALL_MASK_ATTENTION_FUNCTIONS
+    return same_length or (masked and not getattr(text, "attn_temperature_tuning", False))
 
 
 @dataclass(frozen=True, slots=True)
