@@ -29,10 +29,11 @@ def look(
     no_picture: Annotated[bool, typer.Option("--no-picture", help="Draw nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a prompt's tokens, the logit lens and the strongest attention edges, and draw a layer's patterns.
+    """Show what a model makes of a prompt.
 
-    Without --layer, the layer of the strongest edge is drawn. Edges to the first token, where heads rest, and to the
-    query's own token are left out of the list.
+    Prints its tokens, the logit lens and the strongest attention edges, and draws a layer's patterns: without --layer,
+    those of the layer of the strongest edge. Edges to the first token, where heads rest, and to the query's own token
+    are left out of the list.
     """
     if not no_picture:
         _check_picture(picture)

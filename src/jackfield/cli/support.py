@@ -17,7 +17,7 @@ def support(
     layer: Annotated[int | None, typer.Option(help="Only this layer.", show_default="all layers")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List every value with its shape and whether this model serves it, or the reason it does not."""
+    """List the values that a model serves, and why others are missing."""
     with load(model) as loaded:
         if layer is not None:
             check_layer(loaded, layer)

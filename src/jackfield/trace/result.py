@@ -1,11 +1,27 @@
 """What comes back from one prompt."""
 
 import copy
-from dataclasses import dataclass
+import reprlib
+from dataclasses import dataclass, fields
 from typing import Any
 
+from torch import Tensor
 
-@dataclass(slots=True)
+
+class Brief(reprlib.Repr):
+    """How a result shows what it holds: tensors by shape and dtype, long lists by their beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxdict = self.maxlist = self.maxtuple = 12
+        self.maxstring = self.maxother = 80
+
+    def repr_Tensor(self, tensor: Tensor, level: int) -> str:  # noqa: N802 - reprlib finds it by the type's name
+        """`<Tensor (1, 9, 5, 5) float32>`."""
+        return f"<Tensor {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}>"
+
+
+@dataclass(slots=True, repr=False)
 class Result:
     """One prompt's continuation, and what its block kept.
 
@@ -21,6 +37,11 @@ class Result:
     saved: Any
     returned: Any
     error: Any
+
+    def __repr__(self) -> str:
+        brief = Brief()
+        shown = (f"{each.name}={brief.repr(getattr(self, each.name))}" for each in fields(self))
+        return f"Result({', '.join(shown)})"
 
 
 def without_traceback(error: Exception | None) -> Exception | None:

@@ -52,7 +52,7 @@ class Part(Reference):
         object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._path or '(root)'}>"
+        return f"<{' '.join(filter(None, (type(self).__name__, self._path)))}>"
 
     def read_value(self, value: Value, selection: Selection) -> Any:
         """The value in the running block's step."""
