@@ -14,6 +14,14 @@ BODIES = _by_name(
 # -- assignment
 x = (outer * 2).save()
 
+# -- branches that are never compiled
+if 1 % 2:
+    x = [outer].save()
+else:
+    y = sum(outer + i for i in range(2))
+if 0:
+    z = lambda: outer
+
 # -- annotated
 x: int = (outer + 1).save()
 

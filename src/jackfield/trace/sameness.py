@@ -52,7 +52,9 @@ def _mentioned(code: CodeType) -> set[tuple[int | None, str]]:
     for instruction in _without_qualified_name(dis.get_instructions(code)):
         line = instruction.positions.lineno if instruction.positions else None
         found |= {(line, mention) for mention in _mentions(instruction, code)}
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    # Not out of co_consts, which may keep the functions of a branch that is never compiled (`if 0:`).
+    loaded = (instruction.argval for instruction in dis.get_instructions(code))
+    inner = [constant for constant in loaded if isinstance(constant, CodeType)]
     return found.union(*(_mentioned(constant) for constant in inner))
 
 
