@@ -25,7 +25,9 @@ class Anywhere(Channel):
 
 
 def state() -> tuple[Any, ...]:
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device(), torch.empty(0).device
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    device = torch.get_default_device(), torch.empty(0).device
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *device, *autocast
 
 
 @contextmanager
@@ -40,6 +42,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "inference": lambda: torch.inference_mode(True),
     "no inference": lambda: torch.inference_mode(False),
     "device": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
 }
 
 

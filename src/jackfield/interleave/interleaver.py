@@ -85,10 +85,10 @@ class Interleaver:
                 self._throw(worker, NotReached(message))
 
     def close(self) -> None:
-        """Ends every block that is still running, wherever it is."""
+        """Ends every block that is still running, wherever it is. May be done again, where an interrupt ended it."""
         for worker in self.workers:
             worker.kill()
-            del worker.interleaver
+            vars(worker).pop("interleaver", None)
         self.workers = ()
         self._slots.clear()
 

@@ -1,15 +1,20 @@
 """The torch modes of a block: greenlets share those of their thread, so each hand-over puts them away and back."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import torch
 from torch._C import _len_torch_function_stack  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+
+_Autocast = tuple[tuple[str, bool, torch.dtype], ...]  # of each kind of device: whether it is on, and to what
 
 
 class BlockModes:
     """What a block has set of torch's thread-wide modes, while it waits.
 
-    Gradients on or off, inference mode, and function modes (`with torch.device(...)`): the engine finds its own as it
-    left them, and the block its own.
+    Gradients on or off, inference mode, autocast, and function modes (`with torch.device(...)`): the engine finds its
+    own as it left them, and the block its own. A block starts with the autocast that its trace stands in.
     """
 
     def __init__(self) -> None:
@@ -17,6 +22,8 @@ class BlockModes:
         self._functions: list[TorchFunctionMode] = []
         self._engine_grad_enabled = False
         self._engine_inference = False
+        self._autocast: _Autocast | None = None
+        self._engine_autocast: _Autocast = ()
         self._depth = 0
         self._guard: torch.inference_mode | None = None
 
@@ -24,6 +31,9 @@ class BlockModes:
         """The block runs on."""
         self._engine_grad_enabled = torch.is_grad_enabled()
         self._engine_inference = torch.is_inference_mode_enabled()
+        self._engine_autocast = _autocast()
+        if self._autocast is not None and self._autocast != self._engine_autocast:
+            _set_autocast(self._autocast)
         if self._guard is not None:
             self._guard.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
             self._guard = None
@@ -36,7 +46,36 @@ class BlockModes:
         """The block waits, or has ended."""
         self._functions = [_pop_mode() for _ in range(_len_torch_function_stack() - self._depth)]
         self._grad_enabled = torch.is_grad_enabled()
+        self._autocast = _autocast()
+        if self._autocast != self._engine_autocast:
+            _set_autocast(self._engine_autocast)
         if torch.is_inference_mode_enabled() != self._engine_inference:
             self._guard = torch.inference_mode(self._engine_inference)
             self._guard.__enter__()
         torch.set_grad_enabled(self._engine_grad_enabled)
+
+
+@contextmanager
+def modes_restored() -> Generator[None]:
+    """Torch's modes after it as before it, also where an interrupt has ended a hand-over halfway."""
+    depth, grad, inference = _len_torch_function_stack(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = _autocast()
+    try:
+        yield
+    finally:
+        while _len_torch_function_stack() > depth:
+            _pop_mode()
+        if torch.is_inference_mode_enabled() != inference:
+            torch.inference_mode(inference).__enter__()
+        _set_autocast(autocast)
+        torch.set_grad_enabled(grad)
+
+
+def _autocast() -> _Autocast:
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def _set_autocast(autocast: _Autocast) -> None:
+    for kind, enabled, dtype in autocast:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)

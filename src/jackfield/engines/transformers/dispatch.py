@@ -17,6 +17,8 @@ from transformers.modeling_utils import AttentionInterface
 
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
 
+PLAIN = "_jackfield_plain"  # in a wrapped table: what it had of its own
+
 
 class Dispatched(Protocol):
     """What a run does with a call of the interface."""
@@ -36,7 +38,7 @@ class Switchboard:
 
     def __init__(self) -> None:
         self._taps: dict[nn.Module, Dispatched] = {}
-        self._tables: dict[int, tuple[AttentionInterface, int]] = {}
+        self._tables: dict[int, tuple[AttentionInterface, set[nn.Module]]] = {}
         self._lock = threading.Lock()
         self._runs: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
 
@@ -50,22 +52,20 @@ class Switchboard:
         with self._lock:
             self._taps.update(taps)
             for table in _tables(taps):
-                count = self._tables.get(id(table), (table, 0))[1]
-                if count == 0:
+                self._tables.setdefault(id(table), (table, set()))[1].update(taps)
+                if PLAIN not in vars(table):
                     self._wrap(table)
-                self._tables[id(table)] = (table, count + 1)
 
     def disconnect(self, taps: Mapping[nn.Module, Dispatched]) -> None:
-        """Hears them no longer."""
+        """Hears them no longer. May be done again, or after half of a `connect`, where an interrupt ended it."""
         with self._lock:
             for module in taps:
                 self._taps.pop(module, None)
-            for table in _tables(taps):
-                count = self._tables[id(table)][1] - 1
-                self._tables[id(table)] = (table, count)
-                if count == 0:
-                    del self._tables[id(table)]
+            for table, heard in list(self._tables.values()):
+                heard.difference_update(taps)
+                if not heard:
                     _unwrap(table)
+                    del self._tables[id(table)]
 
     def _wrap(self, table: AttentionInterface) -> None:
         local: dict[str, AttentionFunction] = vars(table)["_local_mapping"]
@@ -79,7 +79,7 @@ class Switchboard:
         # Code that indexes the table does not ask for eager there: its own function is called without a look-up.
         known = cast("Mapping[str, AttentionFunction]", plain)
         heard = {name: self._heard(function, name) for name, function in known.items()}
-        vars(table).update(_local_mapping={**local, **heard}, get_interface=get_interface, _jackfield_local=local)
+        vars(table).update(_local_mapping={**local, **heard}, get_interface=get_interface, **{PLAIN: local})
 
     def _heard(self, function: AttentionFunction, implementation: str | None) -> AttentionFunction:
         taps = self._taps
@@ -94,8 +94,11 @@ class Switchboard:
 
 
 def _unwrap(table: AttentionInterface) -> None:
-    del vars(table)["get_interface"]
-    vars(table)["_local_mapping"] = vars(table).pop("_jackfield_local")
+    own = vars(table)
+    if PLAIN in own:
+        own["_local_mapping"] = own[PLAIN]
+        own.pop("get_interface", None)
+        del own[PLAIN]  # last: until then it is seen to be wrapped
 
 
 def _tables(taps: Mapping[nn.Module, Dispatched]) -> list[AttentionInterface]:

@@ -22,6 +22,7 @@ from jackfield.engines.transformers.run import RAW_NAMES, Run
 from jackfield.engines.transformers.serving import Serving
 from jackfield.engines.transformers.witness import refuse_unwitnessed
 from jackfield.errors import EngineDied, InvalidRequest, TracingError, UnknownValue, near
+from jackfield.interleave.modes import modes_restored
 from jackfield.interleave.worker import Channel, Worker
 from jackfield.values.anatomy import AttentionAnatomy, Missing
 from jackfield.values.families.family import Family
@@ -103,7 +104,7 @@ class TransformersEngine(Engine):
     def execute(self, requests: Sequence[Request]) -> list[Outcome]:
         if Worker.current() is not None:
             raise TracingError("A trace cannot run inside a block: the model is busy with this one.")
-        with SWITCHBOARD.turn(self.model):
+        with SWITCHBOARD.turn(self.model), modes_restored():
             return _Execution(self, requests).run()
 
     # -- serving
@@ -144,7 +145,8 @@ class TransformersEngine(Engine):
     def sinks(self, layer: int) -> Tensor | None:
         module = self.module(self.attention(layer).path)
         fuser = AttentionFuser.match(None, module)
-        return None if fuser is None else fuser.sinks(module)
+        found = None if fuser is None else fuser.sinks(module)
+        return None if found is None else found.detach().clone()
 
     def alibi_slopes(self, layer: int) -> Tensor | None:
         return alibi_slopes(self.model, self.module(self.attention(layer).path), self.attention(layer).num_heads)
@@ -189,11 +191,13 @@ class _Execution:
         engine = self.engine
         traced = any(request.block is not None for request in self.company.requests)
         try:
-            completions = decode(engine.model, engine.tokenizer, self.rows, self if traced else None)
-            self._close()  # before results are made of it: it ends what a block left running
+            try:
+                completions = decode(engine.model, engine.tokenizer, self.rows, self if traced else None)
+            finally:
+                self._close()  # before results are made of it: it ends what a block left running
             return self.company.outcomes(completions)
         finally:
-            self._close()
+            self._close()  # again, in case that Ctrl-C ended the first
 
     # -- decode's Control
 
@@ -222,8 +226,8 @@ class _Execution:
 
     def _close(self) -> None:
         if self.run_ is not None:
-            run, self.run_, self.engine.running = self.run_, None, None
-            run.close()
+            self.run_.close()
+            self.run_ = self.engine.running = None
 
 
 def _facts(model: PreTrainedModel, layers: Sequence[Any]) -> Facts:
@@ -242,9 +246,16 @@ def _facts(model: PreTrainedModel, layers: Sequence[Any]) -> Facts:
         num_heads=attention.num_heads if attention is not None else 0,
         num_kv_heads=attention.num_kv_heads if attention is not None else 0,
         head_dim=attention.d_head if attention is not None else 0,
-        hidden_size=config.hidden_size,
+        hidden_size=_hidden_size(model),
         intermediate_size=intermediate,
         vocab_size=config.vocab_size,
         dtype=model.dtype,
         device=model.device,
     )
+
+
+def _hidden_size(model: PreTrainedModel) -> int:
+    """The width of the stream: the configuration's, or where that has another name for it, the output head's."""
+    stated = getattr(model.config.get_text_config(), "hidden_size", None)
+    head = cast("nn.Module", model.get_output_embeddings())
+    return stated if isinstance(stated, int) else next(head.parameters()).shape[-1]

@@ -92,16 +92,19 @@ class Gate:
         self.on_leave: Callable[[Call], None] | None = None
         self._replaced = module.__dict__.get("forward")
         self._forward: Callable[..., Any] = module.forward
-        module.__dict__["forward"] = self._gated()
+
+    def put_up(self) -> None:
+        """Puts the gate in its module's way. Whoever is to close it knows of it before: an interrupt may follow."""
+        self.module.__dict__["forward"] = self._gated()
 
     def close(self) -> None:
-        """Takes the gate away: the module is as it was."""
+        """Takes the gate away: the module is as it was. May be done again, where an interrupt ended it."""
         if self._replaced is None:
-            del self.module.__dict__["forward"]
+            self.module.__dict__.pop("forward", None)
         else:
             self.module.__dict__["forward"] = self._replaced
         self.kept = self.around = self.on_enter = self.on_leave = None
-        self._forward = self._replaced = None  # type: ignore[assignment]
+        self._forward = None  # type: ignore[assignment]
 
     def _gated(self) -> Callable[..., Any]:
         interleaver, before, after, forward = self.interleaver, self.before, self.after, self._forward

@@ -71,14 +71,17 @@ class Run:
             self._put_up()
 
     def close(self) -> None:
-        """Ends the blocks and takes everything down: the model is as it was."""
+        """Ends the blocks and takes everything down: the model is as it was.
+
+        An interrupt may end it anywhere: all of it may be done again.
+        """
         try:
             self.interleaver.close()
         finally:
             SWITCHBOARD.disconnect(self._connected)
             self._connected = {}
-            for gate in self._gates.values():
-                gate.close()
+            for gate in reversed(self._gates.values()):
+                gate.close()  # the last first: a module that has two paths has two gates
             self._gates.clear()
             self._taps.clear()
             self.masks.clear()
@@ -199,9 +202,9 @@ class Run:
 
     def _gate(self, path: str) -> Gate:
         if path not in self._gates:
-            self._gates[path] = Gate(self.interleaver, self.model.get_submodule(path), path)
-            for slot in (self._gates[path].before, self._gates[path].after):
-                slot.open = True
+            gate = self._gates[path] = Gate(self.interleaver, self.model.get_submodule(path), path)
+            gate.put_up()
+            gate.before.open = gate.after.open = True
         return self._gates[path]
 
 

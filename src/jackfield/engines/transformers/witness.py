@@ -60,14 +60,17 @@ def _run(model: PreTrainedModel, anatomy: Anatomy, workers: list[Worker]) -> Non
     ids = torch.arange(3, 3 + TOKENS + 1, device=model.device)[None] % vocabulary
     run = Run(model, anatomy, workers, TOKENS, DYNAMIC_NAMES)
     try:
-        run.start()
-        with torch.no_grad():
-            cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
-            model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
-        for worker in workers:
-            run.interleaver.finish(worker)
+        try:
+            run.start()
+            with torch.no_grad():
+                cache = model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+                model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+            for worker in workers:
+                run.interleaver.finish(worker)
+        finally:
+            run.close()
     finally:
-        run.close()
+        run.close()  # again, in case that Ctrl-C ended the first
 
 
 def _worker(serving: Serving, number: int, attention: AttentionAnatomy) -> Worker:

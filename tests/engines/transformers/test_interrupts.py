@@ -1,0 +1,84 @@
+"""Ctrl-C while blocks, gates and taps are put up or taken down: wherever it comes, the model is as it was."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import _len_torch_function_stack  # pyright: ignore[reportPrivateUsage]
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import jackfield as jf
+from tests import zoo
+
+PROMPT = [5, 9, 17, 33]
+PUTTING_UP = ("begin", "start", "connect", "_wrap", "put_up", "_put_up", "_gate", "_listen", "_open", "enter")
+TAKING_DOWN = ("_close", "close", "disconnect", "_unwrap", "kill", "leave")
+HANDLING = frozenset((*PUTTING_UP, *TAKING_DOWN))
+
+
+def everything(model: Any, t: Any) -> None:
+    for _ in t.iter[:2]:
+        _ = model.layers[1].attention_probabilities, model.layers[2].layer_output
+
+
+class Ticks:
+    """Counts the lines run in functions that put up and take down; raises at one of them, as Ctrl-C would."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.count = at, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        ours = frame.f_code.co_name in HANDLING and "jackfield/" in frame.f_code.co_filename
+        if ours and event in ("call", "line"):
+            self.count += 1
+            if self.count == self.at:
+                raise KeyboardInterrupt
+        return self if ours else None
+
+
+@contextmanager
+def ticking(ticks: Ticks) -> Iterator[None]:
+    before = sys.gettrace()
+    sys.settrace(ticks)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def left_behind(model: torch.nn.Module) -> list[str]:
+    """What a run has left in the model, in transformers' table and in this thread."""
+    found = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    found += [name for name in vars(ALL_ATTENTION_FUNCTIONS) if name != "_local_mapping"]
+    found += ["a function mode"] if _len_torch_function_stack() else []
+    return found + ([] if torch.is_grad_enabled() else ["gradients off"])
+
+
+@pytest.fixture(scope="module")
+def served() -> tuple[Any, jf.Model]:
+    loaded = zoo.build("llama", fresh=True)
+    return loaded, jf.Model(loaded)
+
+
+def number_of_lines(model: jf.Model) -> int:
+    ticks = Ticks()
+    with ticking(ticks):
+        model.run(PROMPT, everything, max_tokens=2)
+    return ticks.count
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_line_leaves_nothing(served: tuple[Any, jf.Model]) -> None:
+    loaded, model = served
+    untouched = model.run(PROMPT, max_tokens=2).token_ids
+    lines = number_of_lines(model)
+    assert lines > 100
+    for at in range(1, lines + 1, 7):
+        with ticking(Ticks(at)), pytest.raises(KeyboardInterrupt):
+            model.run(PROMPT, everything, max_tokens=2)
+        assert left_behind(loaded) == [], f"after an interrupt at line {at} of {lines}"
+    assert model.run(PROMPT, everything, max_tokens=2).token_ids == untouched
