@@ -192,7 +192,8 @@ def _additive_mask(call: Beside, rows: Rows) -> Tensor | None:
     own = mask[rows.index if mask.shape[0] > 1 else 0, :, tokens, window.first : columns]
     if own.dtype == torch.bool:
         return torch.zeros(own.shape, device=own.device).masked_fill_(~own, NEGATIVE_INFINITY)
-    return own.float().masked_fill_(own <= torch.finfo(own.dtype).min / 2, NEGATIVE_INFINITY)
+    # Not in place: of a float32 mask this is a view, and the model has it still.
+    return own.float().masked_fill(own <= torch.finfo(own.dtype).min / 2, NEGATIVE_INFINITY)
 
 
 def _causal_mask(tokens: int, columns: int, device: torch.device) -> Tensor | None:
