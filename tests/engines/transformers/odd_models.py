@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -85,6 +85,24 @@ class Turning(ByHand):
         return self.back((pattern @ value).transpose(1, 2).flatten(2))
 
 
+class Repeating(nn.Module):
+    """Attention by hand that repeats its keys and values for the query heads of a group."""
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__()
+        self.ask, self.tell, self.give = (nn.Linear(WIDTH, count * SIZE) for count in (HEADS, KV_HEADS, KV_HEADS))
+        self.back = nn.Linear(HEADS * SIZE, WIDTH)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        query, key, value = (
+            made(stream).unflatten(-1, (-1, SIZE)).transpose(1, 2) for made in (self.ask, self.tell, self.give)
+        )
+        key, value = (heads.repeat_interleave(HEADS // KV_HEADS, dim=1) for heads in (key, value))
+        hidden = torch.ones(stream.shape[1], stream.shape[1], dtype=torch.bool).triu(1)
+        pattern = (query @ key.transpose(2, 3) * 0.27).masked_fill(hidden, float("-inf")).softmax(-1)
+        return self.back((pattern @ value).transpose(1, 2).flatten(2))
+
+
 class Neurons(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
@@ -154,6 +172,10 @@ class OddByHand(OddModel):
 
 class OddTurning(OddModel):
     mixer = Turning
+
+
+class OddRepeating(OddModel, GenerationMixin):
+    mixer = Repeating
 
 
 class OddTwoStreams(OddModel):

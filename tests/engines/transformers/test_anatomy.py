@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import jackfield as jf
 from jackfield.engines.transformers.anatomy import read_anatomy
 from jackfield.errors import UnsupportedModel
 from jackfield.interleave.site import Port, Site
@@ -327,6 +328,19 @@ def test_attention_by_hand_is_found_under_any_name(kind):
     assert attention.queries_prerotary == Projection(site, 12, first=0, count=1, groups=4)
     assert attention.keys_prerotary == Projection(site, 12, first=1, count=1, groups=4)
     assert attention.output_projection == "tower.0.mixer.back"
+
+
+def test_keys_that_a_module_repeats_are_one_head_per_group():
+    loaded = draw(odd_models.OddRepeating)
+    loaded.config.num_hidden_layers = 3  # `generate` makes its cache by it
+    attention = read_anatomy(loaded).layers[0].attention
+    assert isinstance(attention, AttentionAnatomy)
+    assert (attention.num_heads, attention.num_kv_heads) == (4, 2)
+    assert attention.keys_prerotary == Projection(Site("tower.0.mixer.tell", Port.OUTPUT), 12, count=2)
+    given: list[torch.Tensor] = []
+    with loaded.tower[0].mixer.give.register_forward_hook(lambda module, args, made: given.append(made)):
+        values = jf.Model(loaded).run([5, 9, 2, 77, 31], lambda m, t: m.layers[0].attention_values).returned
+    assert values.equal(given[-1].unflatten(-1, (2, 12)).transpose(1, 2))
 
 
 def test_what_two_streams_do_not_have_is_missing_with_a_reason():

@@ -6,7 +6,7 @@ its softmax: the product before it holds queries and keys, the one after it the 
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,40 @@ def find_attends(recording: Recording, modules: Mapping[str, nn.Module]) -> list
     """Every attention op of a recording, in order."""
     dispatched = [_dispatched(call) for call in recording.interface_calls if call.queries.value.ndim == 4]
     fused = [_fused(operation, recording.tokens) for operation in recording.operations]
-    own = _own(recording, modules)
-    return sorted([*dispatched, *(attend for attend in fused if attend), *own], key=lambda attend: attend.index)
+    by_hand = [*(attend for attend in fused if attend), *_own(recording, modules)]
+    return sorted(
+        [*dispatched, *(_collapsed(attend, recording.cache) for attend in by_hand)], key=lambda attend: attend.index
+    )
+
+
+def ends_with(heads: Tensor, cached: object) -> bool:
+    """Whether `cached` [1, head, key, width] holds the last rows of `heads` [head, key, width]."""
+    if not isinstance(cached, Tensor) or cached.ndim != 4:
+        return False
+    count = cached.shape[2]
+    if not 0 < count <= heads.shape[1] or cached.shape[1:] != (heads.shape[0], count, heads.shape[2]):
+        return False
+    return torch.equal(cached[0].detach().to("cpu"), heads[:, -count:].to(cached.dtype))
+
+
+def _collapsed(attend: Attend, cache: object) -> Attend:
+    """`attend` with one key and value head per group, where a module repeats them for its op.
+
+    Not where the cache holds them repeated: there each is a head of its own.
+    """
+    count = attend.keys.shape[0]
+    layers = getattr(cache, "layers", ())  # foreign: transformers.Cache from 4.56
+    held = any(ends_with(attend.keys, getattr(layer, "keys", None)) for layer in layers)
+    if held or attend.values.shape[0] != count:
+        return attend
+    for groups in (size for size in range(count, 1, -1) if count % size == 0):
+        if _repeats(attend.keys, groups) and _repeats(attend.values, groups):
+            return replace(attend, keys=attend.keys[::groups], values=attend.values[::groups])
+    return attend
+
+
+def _repeats(heads: Tensor, groups: int) -> bool:
+    return torch.equal(heads, heads[::groups].repeat_interleave(groups, dim=0))
 
 
 def _dispatched(call: InterfaceCall) -> Attend:

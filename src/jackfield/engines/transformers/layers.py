@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from jackfield.engines.transformers.attends import Attend
+from jackfield.engines.transformers.attends import Attend, ends_with
 from jackfield.engines.transformers.dataflow import Block, input_formula, is_linear, output_formula
 from jackfield.engines.transformers.heads import find_heads
 from jackfield.engines.transformers.neurons import find_activations, find_router
@@ -207,24 +206,14 @@ def _cached(recording: Recording, attend: Attend, own: float | None) -> tuple[in
     """
     layers = list(getattr(recording.cache, "layers", ()))  # foreign: transformers.Cache from 4.56
     order = sorted(range(len(layers)), key=lambda number: number != own)
-    holding = (number for number in order if _ends_with(attend.keys, getattr(layers[number], "keys", None)))
+    holding = (number for number in order if ends_with(attend.keys, getattr(layers[number], "keys", None)))
     number = next(holding, None)
     if number is None:
         reason = "the cache of this model does not hold the keys and values that its attention receives"
         return None, {"k": reason, "v": reason}
-    if _ends_with(attend.values, getattr(layers[number], "values", None)):
+    if ends_with(attend.values, getattr(layers[number], "values", None)):
         return number, {}
     return number, {"v": "the attention receives the cached values rearranged"}
-
-
-def _ends_with(heads: torch.Tensor, cached: object) -> bool:
-    """Whether `cached` [1, head, key, width] holds the last rows of `heads` [head, key, width]."""
-    if not isinstance(cached, torch.Tensor) or cached.ndim != 4:
-        return False
-    count = cached.shape[2]
-    if not 0 < count <= heads.shape[1] or cached.shape[1:] != (heads.shape[0], count, heads.shape[2]):
-        return False
-    return torch.equal(cached[0].detach().to("cpu"), heads[:, -count:].to(cached.dtype))
 
 
 def _window(attend: Attend, number: int, config: PretrainedConfig) -> int | None:
