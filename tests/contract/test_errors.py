@@ -160,6 +160,21 @@ def test_finally_runs_in_a_block_that_is_ended(model: jf.Model, prompts: list[li
         model.run(prompts, block)
 
 
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("result", jf.TracingError, "no t.result inside a block"),
+        ("results", jf.TracingError, "no t.results inside a block"),
+        ("position", jf.UnknownValue, "t has no 'position'.* Did you mean 'positions'"),
+    ],
+)
+def test_what_t_does_not_have_in_a_block(
+    model: jf.Model, prompt: list[int], name: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        model.run(prompt, lambda m, t: getattr(t, name))
+
+
 def test_an_unavailable_value_says_why(model: jf.Model, prompt: list[int]) -> None:
     reason = model.support(0)["router_logits"]
     assert reason is not None

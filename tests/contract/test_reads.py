@@ -264,9 +264,10 @@ def elsewhere(x: torch.Tensor) -> torch.Tensor:
         (broadcast, r"edited with shape \(1, 1, 1\)"),
         (too_wide, r"edited with dtype torch\.float64; it has dtype torch\.float32"),
         (elsewhere, r"edited with device meta; it has device cpu"),
+        (lambda x: x.to_sparse(), r"edited with layout torch\.sparse_coo; it has layout torch\.strided"),
         (lambda x: 3.0, r"was assigned a float"),
     ],
-    ids=["shape", "broadcast", "dtype", "device", "no tensor"],
+    ids=["shape", "broadcast", "dtype", "device", "layout", "no tensor"],
 )
 def test_an_edit_of_another_kind_is_refused(
     model: jf.Model, prompt: list[int], change: Callable[[Any], Any], message: str

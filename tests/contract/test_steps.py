@@ -69,7 +69,14 @@ def test_any_ascending_steps(steps: list[int], max_tokens: int, length: int) -> 
     assert result.returned == [(step, at, length + step) for step, at in zip(came, positions, strict=True)]
 
 
-@pytest.mark.parametrize("spelling", [[3, 1], [1, 1], -1, [True], slice(-2, None), slice(None, None, -1)], ids=str)
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        *([3, 1], [1, 1], -1, [True], 1.5, "1", None),
+        *(slice(-2, None), slice(None, None, -1), slice(None, None, 0), slice(None, "3"), slice(0.5, None)),
+    ],
+    ids=str,
+)
 def test_steps_that_are_none_are_refused(model: jf.Model, prompt: list[int], spelling: Any) -> None:
     def block(m: jf.Model, t: Any) -> None:
         for _ in t.iter[spelling]:

@@ -85,6 +85,8 @@ def _differences(value: Tensor, wanted: Tensor) -> Iterator[tuple[str, Any, Any]
         yield "dtype", value.dtype, wanted.dtype
     if value.device != wanted.device:
         yield "device", value.device, wanted.device
+    if value.layout != wanted.layout:
+        yield "layout", value.layout, wanted.layout
 
 
 class _Held:
@@ -190,7 +192,7 @@ class Worker:
         self.done = True
         self._held.clear()
         self.passing = None
-        del self._greenlet.worker  # the cycle that would keep this worker
+        vars(self._greenlet).pop("worker", None)  # the cycle that would keep this worker
         self.body = self.finalize = lambda: None
 
     def _switch(self, enter: Callable[[], Any]) -> None:
@@ -341,5 +343,6 @@ class Worker:
         self._past = [past for past in self._past if past.tensor() is not None]
 
     def _too_late(self, name: str) -> str:
-        at = f", and the block has moved on to {self.wanted} of step {self.waiting_step}" if self.wanted else ""
+        stood = self.slot is not None and self.waiting_step <= self.interleaver.step
+        at = f", and the block has moved on to {self.wanted} of step {self.waiting_step}" if stood else ""
         return f"{name} of step {self.step} has gone by{at}. Read values in the order of the forward pass."

@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
-from jackfield.errors import InvalidRequest, UnboundSave
+from jackfield.errors import InvalidRequest, TracingError, UnboundSave, UnknownValue, near
 from jackfield.interleave.worker import Worker
 from jackfield.trace.binding import keep
 
@@ -22,6 +22,14 @@ class Tracer:
         self.prompt = prompt
         self.prompt_token_ids = tuple(prompt_token_ids)
         self.saved: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Never:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in ("result", "results"):
+            raise TracingError(f"There is no t.{name} inside a block: it is there when the block has ended.")
+        known = [item for item in (*dir(type(self)), *vars(self)) if not item.startswith("_")]
+        raise UnknownValue(f"Inside a block, t has no {name!r}; it has {', '.join(sorted(known))}.{near(name, known)}")
 
     @property
     def iter(self) -> "Steps":
@@ -79,17 +87,26 @@ class Steps:
 
 def _ascending(steps: int | slice | Sequence[int]) -> Iterator[int]:
     if isinstance(steps, slice):
-        start, stop, stride = steps.start or 0, steps.stop, steps.step or 1
-        numbers: Sequence[int] = range(start, stop if stop is not None else 2**31, stride)
-        if start < 0 or stride < 1 or (stop is not None and stop < 0):
-            raise InvalidRequest(
-                f"t.iter[{start}:{stop}:{stride}]: steps count from 0 upwards; how many there will be is not known."
-            )
-        return iter(numbers)
-    numbers = [steps] if isinstance(steps, int) else list(steps)
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise InvalidRequest(f"t.iter[{steps!r}]: a step is an int from 0 upwards.")
+        return iter(_range(steps))
+    try:
+        numbers: list[Any] = [steps] if isinstance(steps, int) else list(steps)  # parsed here
+    except TypeError:
+        numbers = [steps]
+    if not all(_counts(number) for number in numbers):
+        raise InvalidRequest(f"t.iter[{steps!r}]: a step is an int from 0 upwards.")
     if any(later <= earlier for earlier, later in itertools.pairwise(numbers)):
         raise InvalidRequest(f"t.iter[{steps!r}]: steps come in order, each once.")
     return iter(numbers)
+
+
+def _range(steps: slice) -> range:
+    start, stop, stride = steps.start, steps.stop, steps.step
+    if not all(number is None or _counts(number) for number in (start, stop, stride)) or stride == 0:
+        raise InvalidRequest(
+            f"t.iter[{start}:{stop}:{stride}]: steps are ints from 0 upwards; how many there will be is not known."
+        )
+    return range(start or 0, stop if stop is not None else 2**31, stride or 1)
+
+
+def _counts(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0

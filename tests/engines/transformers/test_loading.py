@@ -95,6 +95,12 @@ def test_a_name_that_nothing_has_is_unknown(name: str, monkeypatch: pytest.Monke
         load(name, device="cpu")
 
 
+@pytest.mark.parametrize("model", [None, 5, torch.nn.Linear(2, 2)], ids=lambda model: type(model).__name__)
+def test_what_is_no_name_is_unknown(model: object) -> None:
+    with pytest.raises(UnknownModel, match=f"A {type(model).__name__} is no model to load: give a hub name"):
+        load(model)
+
+
 def test_a_folder_without_a_model_is_unknown(tmp_path: Path) -> None:
     with pytest.raises(UnknownModel, match="that folder holds no model"):
         load(tmp_path, device="cpu")

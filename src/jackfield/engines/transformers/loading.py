@@ -53,7 +53,7 @@ CONTEXT_SETTINGS: Final = ("max_position_embeddings", "n_positions", "max_seq_le
 
 
 def load(
-    model: str | Path | PreTrainedModel,
+    model: Any,  # parsed here: a name, a folder or a PreTrainedModel
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
@@ -69,6 +69,10 @@ def load(
     """
     if isinstance(model, PreTrainedModel):
         return _adopted(model, dtype, device, tokenizer, options)
+    if not isinstance(model, str | Path):
+        raise UnknownModel(
+            f"A {type(model).__name__} is no model to load: give a hub name, a folder or a loaded PreTrainedModel."
+        )
     name = str(model)
     options = {"trust_remote_code": False, **options}  # else transformers asks, on the terminal
     where = {option: value for option, value in options.items() if option in WHERE}
