@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests import zoo
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from jackfield.values.interface import POSITIONS, TABLE, AttentionFuser, argument, mismatch
+from tests import zoo
 
 # Some files of transformers compile functions when they are imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

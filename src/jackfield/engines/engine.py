@@ -40,10 +40,10 @@ class Request:
 class Outcome:
     """What became of one request: one entry per sample."""
 
-    completions: list[Completion] = field(default_factory=list)
-    saved: list[dict[str, Any]] = field(default_factory=list)
-    returned: list[Any] = field(default_factory=list)
-    errors: list[Exception | None] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list[Completion])
+    saved: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    returned: list[Any] = field(default_factory=list[Any])
+    errors: list[Exception | None] = field(default_factory=list[Exception | None])
 
 
 @dataclass(frozen=True, slots=True)
