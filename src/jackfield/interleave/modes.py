@@ -1,7 +1,7 @@
 """The torch modes of a block: greenlets share those of their thread, so each hand-over puts them away and back."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch._C import _len_torch_function_stack  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
@@ -69,6 +69,21 @@ def modes_restored() -> Generator[None]:
             torch.inference_mode(inference).__enter__()
         _set_autocast(autocast)
         torch.set_grad_enabled(grad)
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """In which values are cut out and put back: autocast, in which a block may stand, would round scores."""
+    return _autocast_off() if any(enabled for _, enabled, _ in _autocast()) else nullcontext()
+
+
+@contextmanager
+def _autocast_off() -> Generator[None]:
+    autocast = _autocast()
+    _set_autocast(tuple((kind, False, dtype) for kind, _, dtype in autocast))
+    try:
+        yield
+    finally:
+        _set_autocast(autocast)
 
 
 def _autocast() -> _Autocast:

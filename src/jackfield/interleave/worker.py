@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from jackfield.errors import EditMismatch, NotReached, OutOfOrder
-from jackfield.interleave.modes import BlockModes
+from jackfield.interleave.modes import BlockModes, without_autocast
 from jackfield.interleave.nest import tensors
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
@@ -244,7 +244,7 @@ class Worker:
             return  # `x.value += y`: the edit was made in place, and is seen when the block moves on
         self._settle()
         channel.check(held.value if held is not None else self._copy(channel, selection), value)
-        channel.write(self.passing, self, selection, value)
+        self._put(channel, selection, value)
         self._forget(channel.memory)
 
     def reach(self, channel: Channel) -> None:
@@ -297,10 +297,15 @@ class Worker:
         return engine.switch()
 
     def _copy(self, channel: Channel, selection: Selection) -> Any:
-        if torch.is_inference_mode_enabled():  # a tensor born there has no version counter
-            with torch.inference_mode(False):
+        with without_autocast():
+            if not torch.is_inference_mode_enabled():
                 return channel.read(self.passing, self, selection)
-        return channel.read(self.passing, self, selection)
+            with torch.inference_mode(False), torch.no_grad():  # a tensor born in it has no version counter
+                return channel.read(self.passing, self, selection)
+
+    def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
+        with without_autocast():
+            channel.write(self.passing, self, selection, value)
 
     def _settle(self) -> None:
         """Writes back what was changed; other copies of the same memory are then out of date, and left behind."""
@@ -329,7 +334,7 @@ class Worker:
                 )
         if not channel.writable:
             raise EditMismatch(f"{channel.name} can be read only, and was changed in place: clone it for scratch.")
-        channel.write(self.passing, self, held.selection, held.value)
+        self._put(channel, held.selection, held.value)
         held.settled()
 
     def _check_past(self) -> None:

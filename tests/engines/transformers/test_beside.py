@@ -44,3 +44,18 @@ def test_a_trace_may_stand_in_any_mode(mode: type[AbstractContextManager[Any]]) 
     with mode():
         inside = model.run(PROMPT, reads).returned
     assert all(one.equal(other) for one, other in zip(plain, inside, strict=True))
+
+
+def test_autocast_in_the_block_does_not_round_what_it_reads() -> None:
+    model, ids = jf.Model(zoo.build("llama")), zoo.prompt("llama", 9)[0].tolist()
+
+    def plain(m: jf.Model, t: Any) -> Any:
+        return [layer.attention_probabilities for layer in m.layers]
+
+    def cast(m: jf.Model, t: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return [layer.attention_probabilities for layer in m.layers]
+
+    for got, want in zip(model.run(ids, cast).returned, model.run(ids, plain).returned, strict=True):
+        assert got.dtype == torch.float32
+        assert got.equal(want)
