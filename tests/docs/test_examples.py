@@ -75,7 +75,7 @@ def test_a_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     page = tmp_path / "page.md"
     page.write_text("```console\n$ jackfield look --help\n```\n")
     ((example, printed),) = run(page, tmp_path)
-    assert (example.expected, "Print a prompt's tokens" in printed) == ("", True)
+    assert (example.expected, "what a model makes of a prompt" in printed) == ("", True)
 
 
 def test_output_is_written_into_the_page():
