@@ -209,7 +209,7 @@ class Worker:
             self.move_on()
             self._check_past()
             self.finalize()
-        except greenlet.GreenletExit:
+        except greenlet.GreenletExit:  # `kill` ended it: nobody asks what became of it
             pass
         except Exception as error:
             self.error = _from_the_block(error)
