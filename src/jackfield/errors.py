@@ -19,7 +19,8 @@
     │   ├── RequestTooLong        a prompt that does not fit                             (also an InvalidRequest)
     │   ├── MissingExtra          an optional package that this call needs
     │   └── EngineDied            the engine is gone, or was closed
-    └── InvalidIntervention       an intervention that cannot be applied, found when it is submitted
+    ├── InvalidIntervention       an intervention that cannot be applied, found when it is submitted
+    └── InvalidPlot               arrays or labels that cannot be drawn                   (also a ValueError)
 
 Every message says what was asked, what was found and what to write instead. Only errors of this tree, and the user's
 own errors out of a block, leave the public functions.
@@ -107,6 +108,10 @@ class EngineDied(EngineError):
 
 class InvalidIntervention(JackfieldError):
     """An intervention that cannot be applied to this model."""
+
+
+class InvalidPlot(JackfieldError, ValueError):
+    """Arrays or labels that cannot be drawn: their shape, their number, or what they hold."""
 
 
 def near(name: str, known: Iterable[str]) -> str:

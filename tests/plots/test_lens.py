@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jackfield.errors import JackfieldError
+from jackfield.errors import InvalidPlot
 from jackfield.plots import logit_lens
 
 TOPS = [["a", " b", "$"], ["c", "\n", "e"]]
@@ -44,5 +44,5 @@ def test_dark_cells_have_light_text():
     ids=["rows", "ragged", "axes", "values", "layers", "tokens"],
 )
 def test_what_cannot_be_drawn_is_refused(tops, probabilities, options, text):
-    with pytest.raises(JackfieldError, match=text):
+    with pytest.raises(InvalidPlot, match=text):
         logit_lens(tops, probabilities, **options)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from jackfield.errors import JackfieldError
+from jackfield.errors import InvalidPlot
 from jackfield.plots import attention_heads, attention_pattern
 
 TOKENS = ["The", " cost", " is", " $", "5"]
@@ -104,5 +104,5 @@ def test_any_token_can_be_drawn(token):
     ids=lambda case: case if isinstance(case, str) else "",
 )
 def test_what_cannot_be_drawn_is_refused(call, text):
-    with pytest.raises(JackfieldError, match=text):
+    with pytest.raises(InvalidPlot, match=text):
         call()

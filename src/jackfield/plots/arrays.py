@@ -7,13 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from jackfield.errors import JackfieldError
+from jackfield.errors import InvalidPlot
 
 Matrix = npt.NDArray[np.float32]
-
-
-class InvalidPlot(JackfieldError, ValueError):
-    """Arrays or labels that cannot be drawn: their shape, their number, or what they hold."""
 
 
 def as_floats(given: object, axes: str, what: str) -> Matrix:

@@ -6,7 +6,8 @@ nostalgebraist, "interpreting GPT: the logit lens" (2020).
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jackfield.plots.arrays import InvalidPlot, Matrix, as_floats, as_labels
+from jackfield.errors import InvalidPlot
+from jackfield.plots.arrays import Matrix, as_floats, as_labels
 from jackfield.plots.canvas import FAINT, INK, colour_bar, heat_map, label_columns, label_rows, new_figure, write_title
 from jackfield.plots.labels import visible
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jackfield.plots.arrays import InvalidPlot, Matrix, as_floats, as_labels
+from jackfield.errors import InvalidPlot
+from jackfield.plots.arrays import Matrix, as_floats, as_labels
 from jackfield.plots.canvas import FAINT, INK, colour_bar, heat_map, label_columns, label_rows, new_figure, write_title
 from jackfield.plots.labels import visible
 
