@@ -74,6 +74,13 @@ def test_tokens_are_labelled_once_a_row_and_once_a_column(heads):
     assert sum(len(panel.get_yticks()) > 0 for panel in panels) == -(-heads // columns)
 
 
+def test_both_pictures_say_which_axis_is_which():
+    axes, _ = attention_pattern(causal(), TOKENS).axes
+    figure = attention_heads(causal(4), TOKENS)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("key", "query")
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("key", "query")
+
+
 def test_labels_of_a_long_prompt_do_not_overlap():
     axes, _ = attention_pattern(causal(size=300), [f"word{n}" for n in range(300)]).axes
     places = list(axes.get_xticks())

@@ -16,7 +16,8 @@ INK = "#22262e"
 FAINT = "#8a919e"
 _WEAK, _MIDDLE, _STRONG = "#e9eff7", "#4f8fc9", "#0b2e5c"
 
-_LABEL_POINTS, _TITLE_POINTS = 9.0, 12.0
+LABEL_POINTS = 9.0
+_TITLE_POINTS = 12.0
 _INSTALL = "pip install 'jackfield[plots]'"
 
 
@@ -47,7 +48,7 @@ def heat_map(axes: "Axes", values: Matrix, largest: float = 1.0) -> Any:
     colours = LinearSegmentedColormap.from_list("jackfield", [_WEAK, _MIDDLE, _STRONG])
     image = axes.imshow(values, cmap=colours, vmin=0.0, vmax=largest, interpolation="nearest", aspect="auto")
     axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, colors=INK, labelsize=_LABEL_POINTS)
+    axes.tick_params(length=0, colors=INK, labelsize=LABEL_POINTS)
     return image
 
 
@@ -55,8 +56,8 @@ def colour_bar(figure: "Figure", image: Any, beside: "Sequence[Axes]", label: st
     """A thin bar at the right of `beside`, saying what the colours mean."""
     bar = figure.colorbar(image, ax=list(beside), shrink=0.6, aspect=24, pad=0.02)
     bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0, colors=INK, labelsize=_LABEL_POINTS - 1)
-    bar.set_label(label, color=INK, fontsize=_LABEL_POINTS)
+    bar.ax.tick_params(length=0, colors=INK, labelsize=LABEL_POINTS - 1)
+    bar.set_label(label, color=INK, fontsize=LABEL_POINTS)
 
 
 def label_columns(axes: "Axes", labels: Sequence[str], room_inches: float) -> None:
@@ -72,5 +73,5 @@ def label_rows(axes: "Axes", labels: Sequence[str], room_inches: float) -> None:
 
 
 def _places(count: int, room_inches: float) -> list[int]:
-    lines = max(1, int(room_inches * 72 / (_LABEL_POINTS * 1.15)))
+    lines = max(1, int(room_inches * 72 / (LABEL_POINTS * 1.15)))
     return list(range(0, count, max(1, -(-count // lines))))

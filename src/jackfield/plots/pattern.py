@@ -8,13 +8,24 @@ import numpy as np
 
 from jackfield.errors import InvalidPlot
 from jackfield.plots.arrays import Matrix, as_floats, as_labels
-from jackfield.plots.canvas import FAINT, INK, colour_bar, heat_map, label_columns, label_rows, new_figure, write_title
+from jackfield.plots.canvas import (
+    FAINT,
+    INK,
+    LABEL_POINTS,
+    colour_bar,
+    heat_map,
+    label_columns,
+    label_rows,
+    new_figure,
+    write_title,
+)
 from jackfield.plots.labels import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_KEYS, _QUERIES = "key", "query"
 _CELL_INCHES = 0.3
 _SMALLEST_INCHES, _LARGEST_INCHES = 2.4, 12.0
 _PANEL_INCHES, _LARGEST_PANEL_INCHES = 1.9, 3.6
@@ -39,8 +50,8 @@ def attention_pattern(pattern: object, tokens: Sequence[str] | None = None, *, t
     axes = figure.add_subplot()
     image = heat_map(axes, _unseen_left_out(values))
     _label(axes, labels, values.shape[0], (width, height))
-    axes.set_xlabel("key", color=FAINT)
-    axes.set_ylabel("query", color=FAINT)
+    axes.set_xlabel(_KEYS, color=FAINT)
+    axes.set_ylabel(_QUERIES, color=FAINT)
     write_title(figure, title)
     colour_bar(figure, image, [axes], "attention probability")
     return figure
@@ -73,6 +84,8 @@ def attention_heads(
         panel.set_title(f"head {name}", color=INK, fontsize=9, pad=4)
         last_of_column = place + columns >= len(panels)
         _label(panel, labels, values.shape[1], (room, room), keys=last_of_column, queries=place % columns == 0)
+    figure.supxlabel(_KEYS, color=FAINT, fontsize=LABEL_POINTS)
+    figure.supylabel(_QUERIES, color=FAINT, fontsize=LABEL_POINTS)
     write_title(figure, title)
     colour_bar(figure, images[0], panels, "attention probability")
     return figure
