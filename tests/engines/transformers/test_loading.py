@@ -10,6 +10,7 @@ from jackfield.engines.transformers.loading import limits, load, parse_device, p
 from jackfield.errors import InvalidRequest, UnknownModel, UnsupportedModel
 from tests import zoo
 from tests.engines import tiny_tokenizers
+from tests.engines.transformers import odd_models
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +159,15 @@ def test_a_loaded_encoder_decoder_is_refused() -> None:
     config = AutoConfig.for_model("t5", vocab_size=128, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     with pytest.raises(UnsupportedModel, match="encoder-decoder"):
         load(AutoModelForSeq2SeqLM.from_config(config))
+
+
+def test_a_configuration_that_no_cache_can_be_made_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would load, and fail inside `generate`. An attribute_map is enough."""
+    model = odd_models.draw(odd_models.OddRepeating)
+    with pytest.raises(UnsupportedModel, match=r"looked for num_hidden_layers, which OddConfig should have.*no attrib"):
+        load(model)
+    monkeypatch.setattr(odd_models.OddConfig, "attribute_map", {"num_hidden_layers": "depth"})
+    assert load(model) == (model, None)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -84,6 +85,7 @@ def load(
     loaded = _weights(name, config, parse_dtype(dtype), options)
     if target is not None:
         loaded = loaded.to(target)  # pyright: ignore[reportArgumentType]  # annotated for a decorator
+    _check_cache(name, loaded)
     _check_direction(name, loaded.eval())
     return loaded, _tokenizer(name if tokenizer is None else tokenizer, where)
 
@@ -138,6 +140,7 @@ def _adopted(
         raise UnsupportedModel(f"{type(model).__name__} is an encoder-decoder; only decoders are served.")
     if not model.can_generate():
         raise UnsupportedModel(f"{type(model).__name__} has no language modelling head: load AutoModelForCausalLM.")
+    _check_cache(type(model).__name__, model)
     _check_direction(type(model).__name__, model.eval())
     name = cast("str", model.config.name_or_path)
     return model.eval(), _tokenizer((name or False) if tokenizer is None else tokenizer, {"trust_remote_code": False})
@@ -167,6 +170,20 @@ def _check_architecture(name: str, config: PretrainedConfig, trusted: bool) -> N
     own_code = trusted and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
         raise UnsupportedModel(f"{name!r} ({kind}) is no causal language model to transformers.")
+
+
+def _check_cache(name: str, model: PreTrainedModel) -> None:
+    """Refuses a configuration that `generate` could make no cache of: it counts its layers by their standard name."""
+    if not cast("Any", type(model))._supports_default_dynamic_cache():  # of GenerationMixin: the model brings its own
+        return
+    text = model.config.get_text_config(decoder=True)
+    try:
+        DynamicCache(config=text)
+    except AttributeError as error:
+        raise UnsupportedModel(
+            f"{name!r}: transformers makes its cache out of the configuration and looked for num_hidden_layers, which "
+            f"{type(text).__name__} should have, or name in its attribute_map: {_first_line(error)}."
+        ) from error
 
 
 @torch.no_grad()
