@@ -1,8 +1,12 @@
 """The model that a command works on."""
 
-from typing import Annotated
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
+from rich.status import Status
+from rich.text import Text
 from transformers.utils import logging
 
 from jackfield.cli.terminal import busy
@@ -15,11 +19,32 @@ ModelOption = Annotated[
 
 
 def load(name: str | None) -> Model:
-    """The model of that name, the sample model without one, while a spinner turns on stderr."""
-    # One talker is enough on a terminal: transformers draws bars of its own.
-    logging.disable_progress_bar()
-    with busy(f"loading {name or 'the sample model'}"):
+    """The model of that name, the sample model without one, while a spinner on stderr says how far it is."""
+    doing = f"loading {name or 'the sample model'}"
+    with busy(doing) as spinner, _counting(spinner, doing):
         return Model.demo() if name is None else Model(name)
+
+
+@contextmanager
+def _counting(spinner: Status, doing: str) -> Iterator[None]:
+    """One talker is enough on a terminal: what transformers would draw a bar of, the spinner says in per cent."""
+
+    def counted(items: Any) -> Iterator[Any]:  # any mapping or list of transformers'
+        for number, item in enumerate(items):
+            spinner.update(Text(f"{doing} ... {100 * number // len(items)} %"))
+            yield item
+
+    def hook(bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], Sized):
+            args = (counted(args[0]), *args[1:])
+        return bar(*args, **kwargs)
+
+    logging.disable_progress_bar()
+    previous = logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(previous)
 
 
 def check_layer(model: Model, layer: int) -> None:

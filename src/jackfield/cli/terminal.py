@@ -2,18 +2,18 @@
 
 import json
 from collections.abc import Collection
-from contextlib import AbstractContextManager
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
-def busy(doing: str) -> AbstractContextManager[object]:
+def busy(doing: str) -> Status:
     """A spinner on stderr while something of unknown length is done; nothing where stderr is not a terminal."""
     return Console(stderr=True).status(Text(f"{doing} ..."))
 

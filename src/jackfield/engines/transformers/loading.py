@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.hub import cached_file  # pyright: ignore[reportUnknownVariableType]  # untyped **kwargs
 
 from jackfield.engines.request import Limits
+from jackfield.engines.transformers.progress_bars import late_progress_bars
 from jackfield.errors import InvalidRequest, UnknownModel, UnsupportedModel, near
 
 Loaded: TypeAlias = tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
@@ -203,9 +204,10 @@ def _weights(
 ) -> PreTrainedModel:
     try:
         # from_pretrained's result is annotated without output_loading_info's second part.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype, output_loading_info=True, **options
-        )
+        with late_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=dtype, output_loading_info=True, **options
+            )
     except OSError as error:
         raise UnknownModel(f"{name!r}: its weights cannot be read: {_first_line(error)}") from error
     except (ValueError, KeyError, ImportError, TypeError) as error:

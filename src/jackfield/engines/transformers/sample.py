@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from jackfield.engines.transformers.progress_bars import late_progress_bars
 from jackfield.errors import MissingExtra
 from jackfield.settings import settings
 
@@ -65,7 +66,8 @@ def _convert(source: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True) as name:
         unfinished = Path(name) / folder.name
-        _write(source, unfinished)
+        with late_progress_bars():
+            _write(source, unfinished)
         try:
             unfinished.rename(folder)
         except OSError:
