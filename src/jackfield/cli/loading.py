@@ -1,6 +1,6 @@
 """The model that a command works on."""
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterator, Sized
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -26,7 +26,7 @@ def load(name: str | None) -> Model:
 
 
 @contextmanager
-def _counting(spinner: Status, doing: str) -> Iterator[None]:
+def _counting(spinner: Status, doing: str) -> Generator[None]:
     """One talker is enough on a terminal: what transformers would draw a bar of, the spinner says in per cent."""
 
     def counted(items: Any) -> Iterator[Any]:  # any mapping or list of transformers'

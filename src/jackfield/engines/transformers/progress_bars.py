@@ -4,7 +4,7 @@ A small model is loaded in less time than it takes to read a bar. What downloads
 not touched.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ PATIENCE_S: Final = 2.0
 
 
 @contextmanager
-def late_progress_bars() -> Iterator[None]:
+def late_progress_bars() -> Generator[None]:
     """Inside, a bar of transformers appears once it has run for PATIENCE_S, and is gone when it is done.
 
     Whoever has set a hook for these bars keeps it, and bars that are turned off stay off.
