@@ -15,14 +15,21 @@ from jackfield.interleave.worker import Slot, Worker
 
 
 class Interleaver:
-    """The workers of one batch beside one run of the engine."""
+    """The workers of one batch beside one run of the engine.
 
-    def __init__(self, workers: Iterable[Worker], open_slot: Callable[[Slot], None]) -> None:
+    Engines whose requests go through their steps each in its own time have one for each request, and give all of them
+    the same `slots`: then a tap looks at one slot, whoever waits there.
+    """
+
+    def __init__(
+        self, workers: Iterable[Worker], open_slot: Callable[[Slot], None], slots: dict[Site, Slot] | None = None
+    ) -> None:
         self.step = -1
+        self.clock = -1  # of the forward pass that is going on; Slot.passed holds the one in which a site went by
         self.home = getcurrent()  # where the engine runs; blocks, and other threads, are elsewhere
         self._open_slot = open_slot
         self.workers = tuple(workers)
-        self._slots: dict[Site, Slot] = {}
+        self._slots: dict[Site, Slot] = {} if slots is None else slots
         for worker in self.workers:
             worker.interleaver = self
 
@@ -46,16 +53,16 @@ class Interleaver:
     def start(self) -> None:
         """Runs every block up to what it first waits for."""
         for worker in self.workers:
-            self._resume(worker, None)
+            self.resume(worker, None)
 
-    def begin(self, step: int) -> None:
-        """A forward pass begins."""
-        self.step = step
+    def begin(self, step: int, clock: int | None = None) -> None:
+        """A forward pass begins, the `clock`-th of the engine; without one, passes are counted as steps are."""
+        self.step, self.clock = step, step if clock is None else clock
         for worker in self.workers:
             if worker.done or worker.waiting_step != step:
                 continue
             if worker.slot is None:
-                self._resume(worker, True)
+                self.resume(worker, True)
             else:
                 worker.slot.workers.append(worker)
 
@@ -63,13 +70,13 @@ class Interleaver:
         """A tensor passes `slot`: each worker that waits there sees it. `passing` is the engine's own description."""
         workers, slot.workers = slot.workers, []
         for worker in workers:
-            self._resume(worker, passing)
+            self.resume(worker, passing)
 
     def end(self) -> None:
         """The forward pass is over: whoever still waits for something in it waited for what did not come."""
-        for slot in self._slots.values():
-            workers, slot.workers = slot.workers, []
-            for worker in workers:
+        for worker in self.workers:
+            while not worker.done and worker.slot is not None and worker.waiting_step == self.step:
+                worker.slot.workers.remove(worker)
                 self._throw(
                     worker, NotReached(f"{worker.wanted} did not come in step {self.step}: the model ran without it.")
                 )
@@ -78,7 +85,7 @@ class Interleaver:
         """The request has no more steps: its step loop ends, and a read of a later step is NotReached."""
         while not worker.done:
             if worker.slot is None:
-                self._resume(worker, False)
+                self.resume(worker, False)
             else:
                 waited = f"{worker.wanted} was waited for in step {worker.waiting_step}"
                 message = f"{waited}, but the request ended after step {self.step}."
@@ -88,11 +95,14 @@ class Interleaver:
         """Ends every block that is still running, wherever it is. May be done again, where an interrupt ended it."""
         for worker in self.workers:
             worker.kill()
+            if worker.slot is not None and worker in worker.slot.workers:
+                worker.slot.workers.remove(worker)
             vars(worker).pop("interleaver", None)
         self.workers = ()
-        self._slots.clear()
+        self._slots = {}
 
-    def _resume(self, worker: Worker, message: Any) -> None:
+    def resume(self, worker: Worker, message: Any) -> None:
+        """Runs one block on, up to what it next waits for."""
         worker.resume(message)
         self._attach(worker)
 

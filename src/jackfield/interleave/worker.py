@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Slot:
-    """A site of one run: who waits there in this step, and the last step in which it went by."""
+    """A site of one run: who waits there in this step, and the last forward pass in which it went by."""
 
     __slots__ = ("open", "passed", "site", "workers")
 
@@ -254,7 +254,7 @@ class Worker:
             return
         self.move_on()
         now = self.interleaver.step
-        if self.step < now or (self.step == now and slot.passed == now):
+        if self.step < now or (self.step == now and slot.passed == self.interleaver.clock):
             raise OutOfOrder(self._too_late(channel.name))
         if not slot.open:
             self.interleaver.open(slot)
