@@ -16,6 +16,7 @@ from jackfield.trace.capture import Block
 from jackfield.values.layer import Layers
 from jackfield.values.part import Part, ValuePart, value_names
 from jackfield.values.root import RootValues
+from jackfield.values.synonyms import suggestion
 from jackfield.values.tree import submodules
 
 ENGINES = ("transformers", "vllm", "llama")
@@ -196,7 +197,7 @@ class Model(RootValues, ValuePart):
         if name in children:
             return self._engine.part(name)
         known = [*children, *value_names(type(self)), *(item for item in dir(type(self)) if not item.startswith("_"))]
-        raise UnknownValue(f"The model has no value, submodule or attribute {name!r}.{near(name, known)}")
+        raise UnknownValue(f"The model has no value, submodule or attribute {name!r}.{suggestion(name, known)}")
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *submodules(self._engine.module(""))]

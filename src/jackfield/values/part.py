@@ -6,10 +6,11 @@ from typing import Any, Protocol, SupportsIndex, cast
 
 from torch import Tensor, nn
 
-from jackfield.errors import EditMismatch, TracingError, UnknownValue, near
+from jackfield.errors import EditMismatch, TracingError, UnknownValue
 from jackfield.interleave.reference import Reference
 from jackfield.interleave.worker import Channel, Selection, Worker
 from jackfield.values.anatomy import AttentionAnatomy
+from jackfield.values.synonyms import suggestion
 from jackfield.values.value import Value
 
 Picks = int | slice | Sequence[int] | None
@@ -48,7 +49,7 @@ class Part(Reference):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not hasattr(getattr(type(self), name, None), "__set__"):
-            raise UnknownValue(f"{self!r} has no value {name!r} to assign.{near(name, value_names(type(self)))}")
+            raise UnknownValue(f"{self!r} has no value {name!r} to assign.{suggestion(name, value_names(type(self)))}")
         object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
@@ -106,7 +107,7 @@ class ValuePart(Part):
     def _value(self, name: str) -> Value:
         value = getattr(type(self), name, None)
         if not isinstance(value, Value):
-            raise UnknownValue(f"{self!r} has no value {name!r}.{near(name, value_names(type(self)))}")
+            raise UnknownValue(f"{self!r} has no value {name!r}.{suggestion(name, value_names(type(self)))}")
         return value
 
     def _selection(self, value: Value, heads: Picks, tokens: Picks) -> Selection:

@@ -5,8 +5,9 @@ from typing import Any, cast
 
 from torch import nn
 
-from jackfield.errors import UnknownValue, near
+from jackfield.errors import UnknownValue
 from jackfield.values.part import Part, ValuePart, value_names
+from jackfield.values.synonyms import suggestion
 
 
 def submodules(module: nn.Module) -> dict[str, nn.Module]:
@@ -65,7 +66,7 @@ class Module(ValuePart):
             return getattr(module, name)
         except AttributeError:
             known = [*submodules(module), *value_names(type(self))]
-            message = f"{self!r} has no value, submodule or attribute {name!r}.{near(name, known)}"
+            message = f"{self!r} has no value, submodule or attribute {name!r}.{suggestion(name, known)}"
             raise UnknownValue(message) from None
 
     def __getitem__(self, index: int | str) -> Part:
