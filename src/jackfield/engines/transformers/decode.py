@@ -2,7 +2,8 @@
 
 transformers' own loop drives the model, its cache and its mask; what happens beside each forward pass is not known
 here, only asked about, through `Control`. Two things of `generate` are kept out: the model's own defaults (many
-checkpoints carry a temperature, a penalty or a length), and its guess that a prompt's pad tokens are padding.
+checkpoints carry a temperature, a penalty or a length), and its guess that a prompt's pad tokens are padding. Where
+one greedy token is asked of every row, its preparations are left out too (`prefill`).
 """
 
 import inspect
@@ -20,6 +21,7 @@ from jackfield.engines.progress import Progress
 from jackfield.engines.prompt import Tokenizer
 from jackfield.engines.request import Completion, FinishReason, Sampling
 from jackfield.engines.transformers.loading import limits
+from jackfield.engines.transformers.prefill import greedy_tokens, prefills
 from jackfield.engines.transformers.sampler import Choice, Place, RowSampler
 from jackfield.errors import InvalidRequest
 
@@ -160,11 +162,17 @@ class _Group:
     def run(
         self, model: PreTrainedModel, tokenizer: Tokenizer | None, control: Control | None, gradients: bool
     ) -> list[Completion]:
+        prefills_alone = not gradients and self._wants_one_likeliest and prefills(model)
         if control is not None:
             control.begin(self.layout)
+        if prefills_alone:
+            tokens = greedy_tokens(model, self._padded(model, tokenizer), self.layout.pads)
+            _RowEnds(self.layout.rows, self.progress, control).step(tokens)
+            return [each.completion() for each in self.progress]
         choices = self._choices(tokenizer, model.device)
         processors = [RowSampler(choices, self.progress)] if choices else []
-        criteria = [] if self._alike(control) else [_RowCriteria(self.layout.rows, self.progress, control)]
+        ends = _RowEnds(self.layout.rows, self.progress, control)
+        criteria = [] if self._alike(control) else [_RowCriteria(ends)]
         sequences = _generate(
             model,
             gradients,
@@ -183,6 +191,12 @@ class _Group:
             for i, row in enumerate(self.rows)
             if not row.sampling.plain or row.sampling.logprobs is not None
         }
+
+    @property
+    def _wants_one_likeliest(self) -> bool:
+        """Whether each row is one token, the likeliest."""
+        samplings = [row.sampling for row in self.rows]
+        return all(each.max_tokens == 1 and each.plain and each.logprobs is None for each in samplings)
 
     def _alike(self, control: Control | None) -> bool:
         """Whether `generate`'s own end, at one length or one set of stop ids for all, is every row's end."""
@@ -203,15 +217,18 @@ class _Group:
         )
 
     def _inputs(self, model: PreTrainedModel, tokenizer: Tokenizer | None) -> dict[str, Int[Tensor, "row token"]]:
-        pad = _padding(model, tokenizer)
-        padded = [[pad] * self.layout.pads[i] + list(row.prompt_token_ids) for i, row in enumerate(self.rows)]
         mask = [[0] * pads + [1] * (self.width - pads) for pads in self.layout.pads]
         # The mask is passed even where nothing is padded: without one, `generate` masks a prompt's own pad tokens.
         # Positions follow from it, in `generate`; where it is all ones it costs nothing.
         return {
-            "input_ids": torch.tensor(padded, device=model.device),
+            "input_ids": self._padded(model, tokenizer),
             "attention_mask": torch.tensor(mask, device=model.device),
         }
+
+    def _padded(self, model: PreTrainedModel, tokenizer: Tokenizer | None) -> Int[Tensor, "row token"]:
+        pad = _padding(model, tokenizer) if any(self.layout.pads) else 0
+        padded = [[pad] * self.layout.pads[i] + list(row.prompt_token_ids) for i, row in enumerate(self.rows)]
+        return torch.tensor(padded, device=model.device)
 
     def _catch_up(self, generated: Int[Tensor, "row token"]) -> None:
         """Pushes what no criterion has: all of it where `generate` ended by itself."""
@@ -252,22 +269,22 @@ class _OwnConfig(GenerationConfig):
         return cast("dict[str, Any]", super().update(defaults_only=defaults_only, **kwargs))
 
 
-class _RowCriteria(StoppingCriteria):
+class _RowEnds:
     """Ends each row by its own rules and by what its watcher says."""
 
     def __init__(self, rows: Sequence[int], progress: Sequence[Progress], control: Control | None) -> None:
         self._members = list(zip(rows, progress, strict=True))
         self._control = control
 
-    def __call__(self, input_ids: LongTensor, scores: Any, **kwargs: Any) -> BoolTensor:
+    def step(self, token_ids: Sequence[int]) -> list[bool]:
+        """Takes the step's token of each row; which of them have ended."""
         going_on = [each.finish_reason is None for _, each in self._members]
-        for (row, each), token_id in zip(self._members, _ints(input_ids[:, -1]), strict=True):
+        for (row, each), token_id in zip(self._members, token_ids, strict=True):
             if each.finish_reason is None:
                 each.push(token_id, self._control.finished(row) if self._control else None)
         if self._control:
             self._tell(self._control, going_on)
-        ended = [each.finish_reason is not None for _, each in self._members]
-        return cast("BoolTensor", torch.tensor(ended, device=input_ids.device))
+        return [each.finish_reason is not None for _, each in self._members]
 
     def _tell(self, control: Control, going_on: Sequence[bool]) -> None:
         aborts = control.should_abort()
@@ -276,6 +293,17 @@ class _RowCriteria(StoppingCriteria):
                 each.finish_reason = "abort"
             if went_on and each.finish_reason is not None:
                 control.ended(row)
+
+
+class _RowCriteria(StoppingCriteria):
+    """The same, as `generate` asks for it."""
+
+    def __init__(self, ends: _RowEnds) -> None:
+        self._ends = ends
+
+    def __call__(self, input_ids: LongTensor, scores: Any, **kwargs: Any) -> BoolTensor:
+        ended = self._ends.step(_ints(input_ids[:, -1]))
+        return cast("BoolTensor", torch.tensor(ended, device=input_ids.device))
 
 
 def _ints(ids: Int[Tensor, " row"]) -> list[int]:

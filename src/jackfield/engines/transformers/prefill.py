@@ -1,0 +1,76 @@
+"""A prompt's own forward pass, called as `generate` calls it, where one greedy token is all that is wanted of it.
+
+`generate` prepares a configuration, processors and criteria each time, some milliseconds of Python, and of all that one
+greedy token needs only the call of the model. Its arguments are the same, object for object, on every architecture
+whose class leaves generation as transformers has it (read in transformers 5.19, `generate`, `_sample` and `_prefill`);
+a test holds them against each other. Every other model goes through `generate`.
+"""
+
+import inspect
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+
+ASKED = frozenset({"prepare_inputs_for_generation"})  # what is called here too, so that a class may have its own
+
+
+def prefills(model: PreTrainedModel) -> bool:
+    """Whether the prompt's pass of this model can be called here."""
+    return "forward" not in vars(model) and not model.config.is_encoder_decoder and _parameters(type(model)) is not None
+
+
+def greedy_tokens(model: PreTrainedModel, input_ids: Int[Tensor, "row token"], pads: Sequence[int]) -> list[int]:
+    """The likeliest next token of each row, of which the first `pads` columns are padding; without gradients."""
+    with torch.no_grad():
+        logits = cast("Any", model)(**_arguments(model, input_ids, pads), return_dict=True).logits
+        return cast("list[int]", logits[:, -1].float().argmax(-1).tolist())
+
+
+def _arguments(model: PreTrainedModel, input_ids: Tensor, pads: Sequence[int]) -> dict[str, Any]:
+    parameters = _parameters(type(model))
+    assert parameters is not None
+    mask = _mask(input_ids, pads) if any(pads) else None
+    given: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
+    given["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if "position_ids" in parameters:
+        given["position_ids"] = _positions(input_ids, mask)
+    if "logits_to_keep" in parameters:
+        given["logits_to_keep"] = 1
+    return cast("Any", model).prepare_inputs_for_generation(
+        input_ids, next_sequence_length=input_ids.shape[1], is_first_iteration=True, **given
+    )
+
+
+def _mask(input_ids: Tensor, pads: Sequence[int]) -> Tensor:
+    first = torch.tensor(pads, device=input_ids.device)[:, None]
+    return (torch.arange(input_ids.shape[1], device=input_ids.device) >= first).long()
+
+
+def _positions(input_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Counted from each row's first token; in padding 0."""
+    if mask is None:
+        return torch.arange(input_ids.shape[1], device=input_ids.device).repeat(input_ids.shape[0], 1)
+    return (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+
+
+@lru_cache(maxsize=256)
+def _parameters(kind: type[PreTrainedModel]) -> frozenset[str] | None:
+    """What its forward takes; None where something of its generation is its own, or it has a cache of its own."""
+    if any(name not in ASKED and _own(kind, name) for name in vars(GenerationMixin) if not name.startswith("__")):
+        return None
+    parameters = frozenset(inspect.signature(kind.forward).parameters)
+    known_cache = cast("Any", kind)._supports_default_dynamic_cache() and "mamba" not in kind.__name__.lower()
+    takes_ids = kind.main_input_name == "input_ids" and "attention_mask" in parameters
+    plain = known_cache and takes_ids and "mm_encoder_outputs" not in parameters and not kind.is_remote_code()
+    return parameters if plain else None
+
+
+def _own(kind: type[PreTrainedModel], name: str) -> bool:
+    """Whether a class has another attribute than GenerationMixin. Through __dict__: access binds class methods."""
+    found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    return found is not vars(GenerationMixin)[name]
