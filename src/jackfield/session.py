@@ -12,7 +12,7 @@ from jackfield.engines.request import Sampling
 from jackfield.errors import InvalidRequest, TracingError
 from jackfield.trace.binding import bind
 from jackfield.trace.capture import Block, Body
-from jackfield.trace.result import Result, without_traceback
+from jackfield.trace.result import Result, letting_go, without_traceback
 from jackfield.trace.skipping import reraise
 from jackfield.trace.tracer import Steps
 
@@ -57,14 +57,13 @@ def run(job: Job, prompts: Any, block: Block | None) -> Any:
 
 
 def _stream(engine: Engine, requests: Iterator[Request]) -> Iterator[Result]:
-    failed: list[Outcome] = []
+    errors: list[Exception] = []
     count = 0
     for outcome in outcomes(engine, requests):
         count += 1
-        if any(outcome.errors):
-            failed.append(outcome)
+        errors += [letting_go(error) for error in outcome.errors if error is not None]
         yield result(outcome)
-    raise_errors(failed, of=count)
+    _raise(errors, of=count)
 
 
 def result(outcome: Outcome) -> Result:
@@ -91,13 +90,18 @@ def raise_errors(found: Sequence[Outcome], *, of: int) -> None:
     errors = [error for outcome in found for error in outcome.errors if error is not None]
     for outcome in found:
         outcome.errors = [without_traceback(error) for error in outcome.errors]
+    _raise(errors, of=of)
+
+
+def _raise(errors: list[Exception], *, of: int) -> None:
+    """Raises the one error, or all as a group, and empties the list."""
     try:
         if len(errors) == 1:
             reraise(errors[0])
         if errors:
             reraise(ExceptionGroup(f"{len(errors)} blocks of {of} prompts failed", errors))
     finally:
-        del errors  # a raised error leads to this frame: the cycle would keep the block's tensors alive
+        errors.clear()  # a raised error leads to this frame: the cycle would keep the block's tensors alive
 
 
 def saved_values(block: Block, found: Sequence[Outcome], *, several: bool) -> dict[str, Any]:

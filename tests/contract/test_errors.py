@@ -1,5 +1,6 @@
 """Errors in blocks: whose they are, where they show, and what goes on."""
 
+import gc
 import traceback
 from typing import Any
 
@@ -116,6 +117,30 @@ def test_an_invoke_that_fails_leaves_the_others(model: jf.Model, prompts: list[l
         with t.invoke(prompts[1]):
             kept = model.input_ids.save()
     assert kept.tolist() == [prompts[1]]
+
+
+class Large:
+    """Something that blocks hold while they fail."""
+
+
+def test_a_stream_keeps_its_errors_and_not_what_their_blocks_held(model: jf.Model, prompt: list[int]) -> None:
+    def block(m: jf.Model, t: Any) -> None:
+        held = Large()
+        try:
+            raise KeyError(held.__class__.__name__)
+        except KeyError as error:
+            raise ZeroDivisionError("here") from error
+
+    stream = model.run(iter([prompt] * 20), block)
+    alive = 0
+    with pytest.raises(ExceptionGroup, match="20 blocks of 20 prompts failed") as raised:
+        for result in stream:
+            assert isinstance(result.error, ZeroDivisionError)
+            alive = max(alive, sum(type(each) is Large for each in gc.get_objects()))
+    assert alive <= 8  # those of one batch
+    for error in raised.value.exceptions:
+        assert "raise ZeroDivisionError" in "".join(traceback.format_exception(error))
+        assert isinstance(error.__cause__, KeyError)
 
 
 def test_a_stream_gives_the_results_and_then_the_error(model: jf.Model, prompts: list[list[int]]) -> None:

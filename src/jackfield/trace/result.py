@@ -2,6 +2,7 @@
 
 import copy
 import reprlib
+import traceback
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -52,3 +53,21 @@ def without_traceback(error: Exception | None) -> Exception | None:
         return copy.copy(error)
     except Exception:  # an exception class whose constructor wants more than its args
         return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def letting_go(error: Exception) -> Exception:
+    """The error, with its lines, but without the local variables of the frames it passed: they hold a block's tensors.
+
+    For errors that are kept while other prompts run. Those that it came of are treated likewise.
+    """
+    waiting: list[BaseException | None] = [error]
+    seen = set[int]()
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        waiting += [each.__cause__, each.__context__]
+        waiting += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+    return error
