@@ -214,6 +214,12 @@ def _engine(name: str, model: Any, dtype: Any, device: Any, family: Any, options
         from jackfield.engines.transformers.engine import TransformersEngine
 
         return TransformersEngine(model, dtype=dtype, device=device, family=family, **options)
+    if name == "llama":
+        from jackfield.engines.llama.engine import LlamaEngine
+
+        if family is not None:
+            raise InvalidRequest("family: the llama engine is one family; leave it out.")
+        return LlamaEngine(model, dtype=dtype, device=device, **options)
     if name in ENGINES:
         raise InvalidRequest(f"The engine {name!r} is not part of this version; write engine='transformers'.")
     raise InvalidRequest(f"There is no engine {name!r}; engines are {', '.join(ENGINES)}.{near(str(name), ENGINES)}")

@@ -3,13 +3,16 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
+from typing import cast
 
 import pytest
 from torch import nn
 
 import jackfield as jf
 from jackfield.engines.fake import FakeEngine
+from jackfield.engines.llama.engine import LlamaEngine
 from tests import zoo
 from tests.engines.tiny_tokenizers import words
 
@@ -38,11 +41,19 @@ def _transformers(family: str) -> Subject:
     return Subject(f"transformers {family}", model, loaded)
 
 
+def _llama() -> Subject:
+    with TemporaryDirectory() as folder:
+        zoo.build("llama").save_pretrained(folder)
+        model = jf.Model(folder, engine="llama", tokenizer=words(zoo.VOCAB), max_batch_size=4, max_seq_len=256)
+    return Subject("llama", model, cast(LlamaEngine, model._engine).model)
+
+
 ENGINES: Mapping[str, Callable[[], Subject]] = MappingProxyType(
     {
         "fake": _fake,
         "transformers": lambda: _transformers("llama"),
         "transformers, learned positions": lambda: _transformers("gpt2"),
+        "llama": _llama,
     }
 )
 """Each builds its Subject when a test first asks for it."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import jackfield as jf
@@ -20,17 +21,38 @@ def look(raw: Any, prompt: list[int]) -> dict[str, Any]:
         "hooks": sum(len(getattr(module, kind)) for module in modules.values() for kind in hooks),
         "state": sorted(raw.state_dict()),
         "classes": {name: type(module) for name, module in modules.items()},
-        "implementation": raw.config._attn_implementation,
         "table": (dict(ALL_ATTENTION_FUNCTIONS), sorted(ALL_ATTENTION_FUNCTIONS.__dict__)),
         "training": raw.training,
-        "generation": raw.generation_config.to_dict(),
-        "ids": raw.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False).tolist(),
+        "settings": settings(raw),
+        "ids": [row.argmax().item() for row in generated(raw, prompt, 3)],
     }
+
+
+def settings(raw: Any) -> Any:
+    """What a model of transformers has beside its modules."""
+    if not isinstance(raw, PreTrainedModel):
+        return None
+    return raw.config._attn_implementation, raw.generation_config.to_dict()
 
 
 def plain_logits(raw: Any, prompt: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        return raw(torch.tensor([prompt])).logits
+        output = raw(torch.tensor([prompt]))
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+@torch.no_grad()
+def generated(raw: Any, prompt: list[int], steps: int) -> list[torch.Tensor]:
+    """The logits [1, vocab] of each greedy step, without jackfield's engines."""
+    ids = torch.tensor([prompt])
+    if isinstance(raw, PreTrainedModel):
+        options = {"eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+        return list(raw.generate(ids, max_new_tokens=steps, do_sample=False, **options).logits)
+    rows: list[torch.Tensor] = []
+    for step in range(steps):
+        rows.append(raw(ids, step and len(prompt) + step - 1, last_row=True)[:, -1])
+        ids = rows[-1].argmax(-1, keepdim=True)
+    return rows
 
 
 def everything(m: jf.Model, t: Any) -> None:
@@ -72,10 +94,7 @@ def test_the_model_is_as_it_was(model: jf.Model, raw: nn.Module, prompt: list[in
 
 
 def test_a_trace_that_reads_all_says_what_generate_says(model: jf.Model, raw: Any, prompt: list[int]) -> None:
-    ids = torch.tensor([prompt])
-    found = raw.generate(
-        ids, max_new_tokens=4, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True
-    )
+    found = generated(raw, prompt, 4)
 
     def block(m: jf.Model, t: Any) -> Any:
         rows = []
@@ -86,6 +105,6 @@ def test_a_trace_that_reads_all_says_what_generate_says(model: jf.Model, raw: An
         return rows
 
     result = model.run(prompt, block, max_tokens=4, ignore_eos=True)
-    assert result.token_ids == found.sequences[0, len(prompt) :].tolist()
-    for one, other in zip(result.returned, found.logits, strict=True):
+    assert result.token_ids == [row.argmax().item() for row in found]
+    for one, other in zip(result.returned, found, strict=True):
         assert one.equal(other)

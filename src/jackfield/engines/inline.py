@@ -4,7 +4,7 @@ A value passes as [batch, ...], padded on the left, so that on its token axis an
 is the last. Queries and the cached keys and values pass together, since blocks read them in any order; this step's
 keys and values are the last rows of the cached ones, and an edit of either is an edit of the same memory.
 
-An engine calls its model with an InlineTap in `run_inline`, and makes its channels with `inline_channel`.
+An engine runs a batch with an `InlineRun`, and serves its values through an `InlineChannel` each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +19,7 @@ from torch import Tensor
 from jackfield.engines.company import Company
 from jackfield.engines.engine import Engine, Outcome, Request
 from jackfield.engines.progress import Progress
+from jackfield.engines.request import Logprob
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import WHOLE, Channel, Selection, Worker
@@ -149,7 +150,16 @@ class Forward(Protocol):
     ) -> Float[Tensor, "batch vocab"]: ...
 
 
-Chooser = Callable[[Float[Tensor, "batch vocab"], Sequence[Progress]], Sequence[int]]
+class Chooser(Protocol):
+    """What makes tokens of logits."""
+
+    def __call__(self, logits: Float[Tensor, "batch vocab"], progress: Sequence[Progress]) -> Sequence[int]:
+        """The next token of every row."""
+        ...
+
+    def logprobs(self, sample: int) -> list[dict[int, Logprob]] | None:
+        """What it noted of one row; None where nobody asked."""
+        ...
 
 
 class InlineRun:
@@ -159,16 +169,17 @@ class InlineRun:
         self.company = Company(engine, requests)
         self._device = engine.facts.device
         samples = range(len(self.company.samples))
-        self._prompts = [self.company.token_ids(sample) for sample in samples]
-        width = max(map(len, self._prompts))
-        self.pads = [width - len(prompt) for prompt in self._prompts]
+        self.prompts = [self.company.token_ids(sample) for sample in samples]
+        width = max(map(len, self.prompts))
+        self.pads = [width - len(prompt) for prompt in self.prompts]
         self.progress = [
             Progress(prompt, sample.sampling, eos_ids, engine.tokenizer)
-            for prompt, sample in zip(self._prompts, self.company.samples, strict=True)
+            for prompt, sample in zip(self.prompts, self.company.samples, strict=True)
         ]
         self.interleaver = Interleaver(self.company.workers_of(samples, self.pads), lambda slot: None)
+        self.tap = InlineTap(self.interleaver)
         self.input_ids = torch.tensor(
-            [[0] * pad + list(prompt) for pad, prompt in zip(self.pads, self._prompts, strict=True)],
+            [[0] * pad + list(prompt) for pad, prompt in zip(self.pads, self.prompts, strict=True)],
             device=self._device,
         )
 
@@ -180,15 +191,16 @@ class InlineRun:
                 self._step(step, forward, choose)
                 if all(each.finish_reason is not None for each in self.progress):
                     break
-            return self.company.outcomes([each.completion() for each in self.progress])
+            noted = [each.completion(choose.logprobs(sample)) for sample, each in enumerate(self.progress)]
+            return self.company.outcomes(noted)
         finally:
             self.interleaver.close()
 
     def _step(self, step: int, forward: Forward, choose: Chooser) -> None:
         self.interleaver.begin(step)
-        logits = forward(self.input_ids, self.pads, InlineTap(self.interleaver))
+        logits = forward(self.input_ids, self.pads, self.tap)
         self.interleaver.end()
-        chosen = choose(logits, self.progress)
+        chosen = choose(logits.detach(), self.progress)
         for sample, token_id in enumerate(chosen):
             self._push(sample, token_id)
         self.input_ids = torch.tensor(chosen, device=self._device)[:, None]

@@ -1,6 +1,6 @@
 """Tiny heated models of transformers, the same weights in the native Llama, and every value of its runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any  # settings of a configuration
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from jackfield.engines.inline import OPERANDS
 from jackfield.engines.llama.checkpoint import load
 from jackfield.engines.llama.layers import Transformer
 from tests import zoo
@@ -45,6 +46,8 @@ LAYER = (
     "layer_mid", "mlp_norm_output", "mlp_activations", "mlp_output", "layer_output",
 )  # fmt: skip
 """Every value that the modules announce, in the order of the contract."""
+PART_OF = {"attention_keys": "attention_cached_keys", "attention_values": "attention_cached_values"}
+"""This step's rows of what the cache holds."""
 
 
 def both(case: str, folder: Path, **cache: int) -> tuple[PreTrainedModel, Transformer]:
@@ -65,12 +68,25 @@ class Recorder:
         self.values: dict[tuple[str, int | None], Tensor] = {}
 
     def listens(self, name: str, layer: int | None) -> bool:
-        return name in self.wanted or name in self.edits
+        wanted = self.wanted.union(self.edits)
+        return name in wanted or (name in OPERANDS and not wanted.isdisjoint((*OPERANDS, *PART_OF)))
 
     def __call__(self, name: str, layer: int | None, value: Tensor) -> Tensor:
         self.order.append((name, layer))
         self.values[name, layer] = value.detach().clone()
         return self.edits[name](value) if name in self.edits else value
+
+    def operands(self, tensors: Mapping[str, Tensor], layer: int | None) -> Mapping[str, Tensor]:
+        taken, rows = dict(tensors), tensors["attention_queries"].shape[2]
+        for name, whole in PART_OF.items():
+            if name in self.wanted or name in self.edits:
+                past, new = tensors[whole].tensor_split([-rows], 2)
+                edited = self(name, layer, new)
+                taken[whole] = tensors[whole] if edited is new else torch.cat([past, edited], 2)
+        return {
+            name: self(name, layer, value) if name in self.wanted or name in self.edits else value
+            for name, value in taken.items()
+        }
 
 
 @torch.no_grad()

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jackfield.engines.inline import OPERANDS
 from jackfield.engines.llama import checkpoint, layers
 from jackfield.engines.llama.args import ModelArgs
 from jackfield.engines.llama.layers import Attention, Transformer, precompute_freqs_cis
 from jackfield.errors import InvalidRequest, RequestTooLong
 from tests import zoo
-from tests.engines.llama.native import CASES, LAYER, ROOT, Recorder, both, errors
+from tests.engines.llama.native import CASES, LAYER, PART_OF, ROOT, Recorder, both, errors
 from tests.reference.compare import TOLERANCE
 from tests.reference.record import record
 
@@ -107,9 +108,12 @@ def test_announces_values_in_the_order_of_the_contract() -> None:
     model.listen(recorder)
     model(tokens())
     per_layer = [(name, layer) for layer in range(2) for name in LAYER]
-    announced = [name for name in recorder.order if name[0] != "attention_values"]
-    assert announced == [("token_embeddings", None), *(at for at in per_layer if at[0] != "attention_values"),
-                         ("final_norm_output", None), ("logits", None)]  # fmt: skip
+    expected = [("token_embeddings", None), *per_layer, ("final_norm_output", None), ("logits", None)]
+    operands = {*OPERANDS, *PART_OF}  # these come together
+    assert [name for name in recorder.order if name[0] not in operands] == [n for n in expected if n[0] not in operands]
+    at = [place for place, name in enumerate(recorder.order) if name[0] in operands and name[1] == 0]
+    assert recorder.order[at[0] - 1][0] == "attention_norm_output"
+    assert recorder.order[at[-1] + 1][0] == "attention_scores"
 
 
 # The cache.
@@ -177,7 +181,7 @@ def test_an_identity_edit_changes_no_bit(name: str) -> None:
     assert torch.equal(model(ids), quiet)
 
 
-@pytest.mark.parametrize("name", [*ROOT, *LAYER])
+@pytest.mark.parametrize("name", [name for name in (*ROOT, *LAYER) if "prerotary" not in name])
 @torch.no_grad()
 def test_an_edit_reaches_the_logits(name: str) -> None:
     model, ids = tiny(), tokens()

@@ -1,13 +1,15 @@
 """What a Llama computes, every value of the contract a variable on the way.
 
 A value is announced at its `point`: a `Tap` that listens there gets the tensor in the contract's shape, and what it
-returns is what the model goes on with. Where nobody listens that is one comparison.
+returns is what the model goes on with. Where nobody listens that is one comparison. What attention is given, queries,
+keys and values, before and after the rotary embedding, is announced together.
 
 Channels of queries and keys are in Meta's order, pairs (0, 1), (2, 3), ... turning together, because that is what
 complex numbers are. They are announced in transformers' order, pairs (0, d/2), (1, d/2 + 1), ..., as on every engine.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Literal, Protocol, TypeAlias
 
 import torch
@@ -39,6 +41,10 @@ class Tap(Protocol):
         """
         ...
 
+    def operands(self, tensors: Mapping[str, Tensor], layer: int | None) -> Mapping[str, Tensor]:
+        """The same for what attention is given, all at once: {name: [batch, head, token or key, d_head]}."""
+        ...
+
 
 class Tapped(nn.Module):
     """A module that announces values."""
@@ -47,6 +53,10 @@ class Tapped(nn.Module):
         super().__init__()
         self.layer_id = layer_id
         self.tap: Tap | None = None
+
+    def listen(self, tap: Tap | None) -> None:
+        """Announces values to `tap` from now on; None ends that."""
+        self.tap = tap
 
     def listens(self, name: str) -> bool:
         """Whether anybody wants this value of this layer."""
@@ -63,6 +73,11 @@ class Tapped(nn.Module):
         return edited if sharded is None else cut(edited, sharded)
 
 
+def wide(x: Tensor) -> Tensor:
+    """`x` in float32, in which norms, turns and softmax are computed, or in float64 where it is that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class RMSNorm(nn.Module):
     """Divides each row by its root mean square, in float32, and casts back before the weight."""
 
@@ -72,8 +87,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Stream) -> Stream:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(x) * self.weight
+        whole = wide(x)
+        return (whole * torch.rsqrt(whole.square().mean(-1, keepdim=True) + self.eps)).type_as(x) * self.weight
 
 
 def precompute_freqs_cis(
@@ -108,7 +123,7 @@ def apply_rotary_emb(
 
 
 def _turned(x: Tensor, turn: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    pairs = torch.view_as_complex(wide(x).reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turn).flatten(-2).type_as(x)
 
 
@@ -120,6 +135,16 @@ def interleaved(x: Tensor) -> Tensor:
 def half_split(x: Tensor) -> Tensor:
     """The last axis from Meta's order of channels to transformers'."""
     return x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+
+
+def shown(x: HeadOutputs) -> Queries:
+    """Queries or keys [batch, token, head, d_head] as they are announced: [batch, head, token, d_head]."""
+    return half_split(x).transpose(1, 2)
+
+
+def hidden(x: Queries) -> HeadOutputs:
+    """The other way round."""
+    return interleaved(x.transpose(1, 2))
 
 
 def repeat_kv(x: HeadOutputs, n_rep: int) -> HeadOutputs:
@@ -134,7 +159,7 @@ def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Float[
 
 def attention_scores(queries: Queries, keys: Queries, mask: Mask) -> Pattern:
     """What enters the softmax, float32: scaled products plus the mask. One key head for each query head."""
-    scores = queries.float() @ keys.float().transpose(-2, -1) * queries.shape[-1] ** -0.5
+    scores = wide(queries) @ wide(keys).transpose(-2, -1) * queries.shape[-1] ** -0.5
     added = causal_mask(scores.shape[-2], scores.shape[-1], scores.device) if isinstance(mask, str) else mask
     return scores if added is None else scores + added
 
@@ -172,6 +197,16 @@ class Attention(Tapped):
         """An empty cache, on the weights' device and in their dtype."""
         self.register_buffer("cache_k", self.wk.weight.detach().new_zeros(self.cache_shape), persistent=False)
         self.register_buffer("cache_v", self.wv.weight.detach().new_zeros(self.cache_shape), persistent=False)
+        self.graph: dict[str, HeadOutputs] = {}  # with gradients, what the cache holds, as the graph has it
+
+    def listen(self, tap: Tap | None) -> None:
+        super().listen(tap)
+        self.graph = {}
+
+    def head_results(self, premix: HeadOutputs) -> Float[Tensor, "batch token head d_model"]:
+        """Each head's part of what `wo` makes of [batch, token, head, d_head]."""
+        weight = self.wo.weight.view(-1, self.n_local_heads, self.head_dim)
+        return gather(torch.einsum("bthd,mhd->bthm", cut(premix, 2), weight), 2)
 
     def forward(self, x: Stream, start_pos: int, freqs_cis: Frequencies, mask: Mask) -> Stream:
         """What attention adds to the stream. Rows go to the cache's columns `start_pos` on.
@@ -182,16 +217,9 @@ class Attention(Tapped):
         queries = self.wq(x).unflatten(-1, (self.n_local_heads, self.head_dim))  # [batch, token, head, d_head]
         keys = self.wk(x).unflatten(-1, (self.n_local_kv_heads, self.head_dim))
         values = self.wv(x).unflatten(-1, (self.n_local_kv_heads, self.head_dim))
-        queries = self._head_point("attention_queries_prerotary", queries)
-        keys = self._head_point("attention_keys_prerotary", keys)
 
-        queries, keys = apply_rotary_emb(queries, keys, freqs_cis)
-        queries = self._head_point("attention_queries", queries)
-        keys = self._head_point("attention_keys", keys)
-        values = self._head_point("attention_values", values, rotary=False)
-
-        keys = self._remember(self.cache_k, keys, start_pos, "attention_cached_keys")  # [batch, key, kv_head, d_head]
-        values = self._remember(self.cache_v, values, start_pos, "attention_cached_values", rotary=False)
+        take = self._announced if self.listens("attention_queries") else self._taken_in
+        queries, keys, values = take(queries, keys, values, start_pos, freqs_cis)  # keys: [batch, key, kv_head, d_head]
 
         outputs = self._attend(queries, keys, values, mask)
         outputs = self.point("attention_head_outputs", outputs, sharded=2)
@@ -204,26 +232,51 @@ class Attention(Tapped):
         if requests > self.cache_shape[0]:
             raise InvalidRequest(f"{requests} requests do not fit the cache: max_batch_size is {self.cache_shape[0]}.")
 
-    def _head_point(self, name: str, x: HeadOutputs, *, rotary: bool = True) -> HeadOutputs:
-        """A point for [batch, token, head, d_head], announced as [batch, head, token, d_head], transformers' order."""
-        if not self.listens(name):
-            return x
-        value = (half_split(x) if rotary else x).transpose(1, 2)
-        edited = self.point(name, value, sharded=1)
-        if edited is value:
-            return x
-        return interleaved(edited.transpose(1, 2)) if rotary else edited.transpose(1, 2)
+    def _taken_in(
+        self, queries: HeadOutputs, keys: HeadOutputs, values: HeadOutputs, start_pos: int, freqs_cis: Frequencies
+    ) -> tuple[HeadOutputs, HeadOutputs, HeadOutputs]:
+        """Queries after the rotary embedding, and all keys and values so far, which the cache then holds."""
+        queries, keys = apply_rotary_emb(queries, keys, freqs_cis)
+        return queries, self._remember("cache_k", keys, start_pos), self._remember("cache_v", values, start_pos)
 
-    def _remember(self, cache: Tensor, rows: Tensor, start_pos: int, name: str, *, rotary: bool = True) -> HeadOutputs:
+    def _remember(self, name: str, rows: HeadOutputs, start_pos: int) -> HeadOutputs:
         """Puts this step's rows into the cache, and gives all rows so far."""
-        batch, end = len(rows), start_pos + rows.shape[1]
+        cache, batch, end = self.get_buffer(name), len(rows), start_pos + rows.shape[1]
         cache[:batch, start_pos:end] = rows.detach()
-        # The cache is written in place, which a graph would not survive: a graph gets the rows themselves, and a copy.
-        past = torch.cat([cache[:batch, :start_pos], rows], 1) if rows.requires_grad else cache[:batch, :end]
-        edited = self._head_point(name, past, rotary=rotary)
-        if edited is not past:
-            cache[:batch, :end] = edited.detach()
-        return edited
+        if not rows.requires_grad:
+            return cache[:batch, :end]
+        # The cache is written in place, which a graph would not survive: the graph gets the rows themselves.
+        past = self.graph[name] if name in self.graph and start_pos else cache[:batch, :start_pos]
+        self.graph[name] = torch.cat([past, rows], 1)
+        return self.graph[name]
+
+    def _announced(
+        self, queries: HeadOutputs, keys: HeadOutputs, values: HeadOutputs, start_pos: int, freqs_cis: Frequencies
+    ) -> tuple[HeadOutputs, HeadOutputs, HeadOutputs]:
+        """The same, or what it was edited to; the cache keeps what was edited."""
+        assert self.tap is not None
+        before = {"attention_queries_prerotary": shown(queries), "attention_keys_prerotary": shown(keys)}
+        if torch.is_grad_enabled():  # what is announced is what the graph goes on from
+            queries, keys = (hidden(x) for x in before.values())
+        queries, keys, values = self._taken_in(queries, keys, values, start_pos, freqs_cis)
+        after = {"attention_queries": shown(queries), "attention_cached_keys": shown(keys)}
+        own = {**before, **after, "attention_cached_values": values.transpose(1, 2)}
+        given = {name: gather(value, 1) for name, value in own.items()}
+        taken = self.tap.operands(given, self.layer_id)
+        edited = {name: cut(taken[name], 1) for name in own if taken[name] is not given[name]}
+        if "attention_queries" in edited:
+            queries = hidden(edited["attention_queries"])
+        if "attention_cached_keys" in edited:
+            keys = self._rewrite("cache_k", hidden(edited["attention_cached_keys"]))
+        if "attention_cached_values" in edited:
+            values = self._rewrite("cache_v", edited["attention_cached_values"].transpose(1, 2))
+        return queries, keys, values
+
+    def _rewrite(self, name: str, whole: HeadOutputs) -> HeadOutputs:
+        self.get_buffer(name)[: len(whole), : whole.shape[1]] = whole.detach()
+        if whole.requires_grad:
+            self.graph[name] = whole
+        return whole
 
     def _attend(self, queries: HeadOutputs, keys: HeadOutputs, values: HeadOutputs, mask: Mask) -> HeadOutputs:
         """The head outputs: out of the fused operation, and again in the open for rows whose pattern was edited.
@@ -246,10 +299,10 @@ class Attention(Tapped):
         """The head outputs, and which rows [batch, token, head] were edited. What is masked stays masked."""
         keys, values = repeat_kv(keys, self.n_rep), repeat_kv(values, self.n_rep)
         computed = attention_scores(queries.transpose(1, 2), keys.transpose(1, 2), mask)
-        hidden = torch.isneginf(computed)
-        scores = self.point("attention_scores", computed, sharded=1).masked_fill(hidden, -math.inf)
+        masked = torch.isneginf(computed)
+        scores = self.point("attention_scores", computed, sharded=1).masked_fill(masked, -math.inf)
         softmax = attention_probabilities(scores)
-        pattern = self.point("attention_probabilities", softmax, sharded=1).masked_fill(hidden, 0.0)
+        pattern = self.point("attention_probabilities", softmax, sharded=1).masked_fill(masked, 0.0)
         outputs = pattern.type_as(values) @ values.transpose(1, 2)
         edited = (scores != computed).any(-1) | (pattern != softmax).any(-1)
         return outputs.transpose(1, 2), edited.transpose(1, 2)
@@ -316,10 +369,20 @@ class Transformer(Tapped):
                 module.allocate_cache()
 
     def listen(self, tap: Tap | None) -> None:
-        """Gives every value from now on to `tap`; None ends that."""
+        super().listen(tap)
         for module in self.modules():
-            if isinstance(module, Tapped):
-                module.tap = tap
+            if isinstance(module, Tapped) and module is not self:
+                module.listen(tap)
+
+    def head_results(self, layer: int, premix: HeadOutputs) -> Float[Tensor, "batch token head d_model"]:
+        """Each head's part of the attention's output in one layer."""
+        block = self.layers[layer]
+        assert isinstance(block, TransformerBlock)
+        return block.attention.head_results(premix)
+
+    def project(self, x: Tensor, *, norm: bool) -> Tensor:
+        """[..., dim] on the vocabulary, with or without the final norm."""
+        return self.output(self.norm(x) if norm else x)
 
     def forward(
         self,
@@ -334,7 +397,10 @@ class Transformer(Tapped):
         `padding`: how many of a request's first columns are padding. Its position 0 comes after them; what is
         computed in them means nothing, and none of its tokens sees it.
         """
-        stream = self.point("token_embeddings", self.tok_embeddings(tokens))
+        embedded = self.tok_embeddings(tokens)
+        if torch.is_grad_enabled():
+            embedded.requires_grad_()  # the weights are frozen, so a graph begins here
+        stream = self.point("token_embeddings", embedded)
         freqs_cis, mask = self._positions(stream, start_pos, padding)
         for layer in self.layers:
             stream = layer(stream, start_pos, freqs_cis, mask)

@@ -88,7 +88,7 @@ def load(
         loaded = loaded.to(target)  # pyright: ignore[reportArgumentType]  # annotated for a decorator
     _check_cache(name, loaded)
     _check_direction(name, loaded.eval())
-    return loaded, _tokenizer(name if tokenizer is None else tokenizer, where)
+    return loaded, load_tokenizer(name if tokenizer is None else tokenizer, where)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
@@ -144,7 +144,9 @@ def _adopted(
     _check_cache(type(model).__name__, model)
     _check_direction(type(model).__name__, model.eval())
     name = cast("str", model.config.name_or_path)
-    return model.eval(), _tokenizer((name or False) if tokenizer is None else tokenizer, {"trust_remote_code": False})
+    return model.eval(), load_tokenizer(
+        (name or False) if tokenizer is None else tokenizer, {"trust_remote_code": False}
+    )
 
 
 def _config(name: str, where: Mapping[str, Any]) -> PretrainedConfig:
@@ -222,7 +224,11 @@ def _weights(
     return model
 
 
-def _tokenizer(source: object, where: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(source: object, where: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
+    """A tokenizer: the one handed over, or that of a name or folder; None for False, or where there is none.
+
+    `where` are options of `from_pretrained`. UnsupportedModel for one that is there and cannot be loaded.
+    """
     if source is False:
         return None
     if isinstance(source, PreTrainedTokenizerBase):
@@ -231,7 +237,7 @@ def _tokenizer(source: object, where: Mapping[str, Any]) -> PreTrainedTokenizerB
     try:
         tokenizer = cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(name, **where))
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        if not _has_tokenizer(name, where):
+        if not _hasload_tokenizer(name, where):
             return None
         raise UnsupportedModel(
             f"{name!r}: its tokenizer cannot be loaded: {_first_line(error)} "
@@ -241,7 +247,7 @@ def _tokenizer(source: object, where: Mapping[str, Any]) -> PreTrainedTokenizerB
     return tokenizer if tokenizer.vocab_size > 0 else None
 
 
-def _has_tokenizer(name: str, where: Mapping[str, Any]) -> bool:
+def _hasload_tokenizer(name: str, where: Mapping[str, Any]) -> bool:
     options = {option: value for option, value in where.items() if option not in ("gguf_file", "trust_remote_code")}
     return "gguf_file" in where or any(_has_file(name, file, options) for file in TOKENIZER_FILES)
 
