@@ -94,9 +94,10 @@ class Interleaver:
     def close(self) -> None:
         """Ends every block that is still running, wherever it is. May be done again, where an interrupt ended it."""
         for worker in self.workers:
-            worker.kill()
-            if worker.slot is not None and worker in worker.slot.workers:
-                worker.slot.workers.remove(worker)
+            slot = worker.slot
+            worker.kill()  # after which it waits nowhere
+            if slot is not None and worker in slot.workers:
+                slot.workers.remove(worker)
             vars(worker).pop("interleaver", None)
         self.workers = ()
         self._slots = {}

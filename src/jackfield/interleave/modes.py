@@ -4,7 +4,11 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch._C import _len_torch_function_stack  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+from torch._C import (
+    _is_any_autocast_enabled,  # pyright: ignore[reportPrivateUsage]
+    _len_torch_function_stack,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+    _set_grad_enabled,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 
 _Autocast = tuple[tuple[str, bool, torch.dtype], ...]  # of each kind of device: whether it is on, and to what
@@ -22,8 +26,10 @@ class BlockModes:
         self._functions: list[TorchFunctionMode] = []
         self._engine_grad_enabled = False
         self._engine_inference = False
-        self._autocast: _Autocast | None = None
-        self._engine_autocast: _Autocast = ()
+        self._autocast: _Autocast | None = None  # None: off, which is most of the time, and costs one question
+        self._engine_autocast: _Autocast | None = None
+        self._off: _Autocast = ()  # the engine's, where it is off
+        self._began = False
         self._depth = 0
         self._guard: torch.inference_mode | None = None
 
@@ -31,28 +37,39 @@ class BlockModes:
         """The block runs on."""
         self._engine_grad_enabled = torch.is_grad_enabled()
         self._engine_inference = torch.is_inference_mode_enabled()
-        self._engine_autocast = _autocast()
-        if self._autocast is not None and self._autocast != self._engine_autocast:
-            _set_autocast(self._autocast)
+        self._enter_autocast()
         if self._guard is not None:
             self._guard.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
             self._guard = None
         self._depth = _len_torch_function_stack()
         for mode in reversed(self._functions):
             _push_mode(mode)
-        torch.set_grad_enabled(self._grad_enabled)
+        if self._grad_enabled != torch.is_grad_enabled():
+            _set_grad_enabled(self._grad_enabled)
 
     def leave(self) -> None:
         """The block waits, or has ended."""
         self._functions = [_pop_mode() for _ in range(_len_torch_function_stack() - self._depth)]
         self._grad_enabled = torch.is_grad_enabled()
-        self._autocast = _autocast()
-        if self._autocast != self._engine_autocast:
-            _set_autocast(self._engine_autocast)
+        self._leave_autocast()
         if torch.is_inference_mode_enabled() != self._engine_inference:
             self._guard = torch.inference_mode(self._engine_inference)
             self._guard.__enter__()
-        torch.set_grad_enabled(self._engine_grad_enabled)
+        if torch.is_grad_enabled() != self._engine_grad_enabled:
+            _set_grad_enabled(self._engine_grad_enabled)
+
+    def _enter_autocast(self) -> None:
+        self._engine_autocast = _autocast() if _is_any_autocast_enabled() or self._autocast else None
+        if self._engine_autocast is None:
+            self._off = self._off or _autocast()
+        elif self._began:
+            _change_autocast(self._engine_autocast, self._autocast or _disabled(self._engine_autocast))
+
+    def _leave_autocast(self) -> None:
+        self._began = True
+        self._autocast = _autocast() if _is_any_autocast_enabled() else None
+        if self._autocast is not None or self._engine_autocast is not None:
+            _change_autocast(_autocast(), self._engine_autocast or self._off)
 
 
 @contextmanager
@@ -73,13 +90,13 @@ def modes_restored() -> Generator[None]:
 
 def without_autocast() -> AbstractContextManager[object]:
     """In which values are cut out and put back: autocast, in which a block may stand, would round scores."""
-    return _autocast_off() if any(enabled for _, enabled, _ in _autocast()) else nullcontext()
+    return _autocast_off() if _is_any_autocast_enabled() else nullcontext()
 
 
 @contextmanager
 def _autocast_off() -> Generator[None]:
     autocast = _autocast()
-    _set_autocast(tuple((kind, False, dtype) for kind, _, dtype in autocast))
+    _set_autocast(_disabled(autocast))
     try:
         yield
     finally:
@@ -88,6 +105,15 @@ def _autocast_off() -> Generator[None]:
 
 def _autocast() -> _Autocast:
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+def _disabled(autocast: _Autocast) -> _Autocast:
+    return tuple((kind, False, dtype) for kind, _, dtype in autocast)
+
+
+def _change_autocast(found: _Autocast, wanted: _Autocast) -> None:
+    if found != wanted:
+        _set_autocast(wanted)
 
 
 def _set_autocast(autocast: _Autocast) -> None:

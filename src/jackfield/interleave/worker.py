@@ -92,36 +92,44 @@ def _differences(value: Tensor, wanted: Tensor) -> Iterator[tuple[str, Any, Any]
 class _Held:
     """A private copy in the block's hands, with the versions of its tensors when they were last as the model's."""
 
-    __slots__ = ("channel", "leaves", "selection", "shapes", "value")
+    __slots__ = ("channel", "leaves", "selection", "value", "versions")
 
     def __init__(self, channel: Channel, selection: Selection, value: Any) -> None:
         self.channel, self.selection, self.value = channel, selection, value
-        self.leaves = list(tensors(value))
-        self.shapes = [(leaf._version, leaf.shape) for leaf in self.leaves]
+        leaves = (value,) if isinstance(value, Tensor) else tuple(tensors(value))
+        self.leaves = [(leaf, leaf.shape) for leaf in leaves]
+        self.settled()
 
     @property
     def changed(self) -> bool:
-        return any(leaf._version != version for leaf, (version, _) in zip(self.leaves, self.shapes, strict=True))
+        for (leaf, _), version in zip(self.leaves, self.versions, strict=True):  # noqa: SIM110 - any() takes twice the time
+            if leaf._version != version:
+                return True
+        return False
 
     def settled(self) -> None:
-        self.shapes = [(leaf._version, leaf.shape) for leaf in self.leaves]
+        self.versions = [leaf._version for leaf, _ in self.leaves]
 
 
-@dataclass(frozen=True, slots=True)
 class _Past:
     """A copy that the block has moved past. Its memory is not kept, but that it was changed is seen even then."""
 
-    tensor: "weakref.ref[Tensor]"
-    witness: Tensor  # empty, with the version counter of the copy
-    version: int
-    name: str
-    step: int
+    __slots__ = ("_tensor", "_version", "_witness", "name", "step")
 
-    @classmethod
-    def of(cls, tensor: Tensor, name: str, step: int) -> "_Past":
-        witness = tensor.detach()  # which shares the counter, and keeps it when it is given other data
-        witness.data = tensor.new_empty(0)
-        return cls(weakref.ref(tensor), witness, tensor._version, name, step)
+    def __init__(self, tensor: Tensor, empty: Tensor, name: str, step: int) -> None:
+        self._tensor, self._version = weakref.ref(tensor), tensor._version
+        self._witness = tensor.detach()  # which shares the version counter, and keeps it when it is given other data
+        self._witness.data = empty
+        self.name, self.step = name, step
+
+    @property
+    def changed(self) -> bool:
+        return self._witness._version != self._version
+
+    @property
+    def held(self) -> bool:
+        """Whether anyone has the copy still."""
+        return self._tensor() is not None
 
 
 def _from_the_block(error: Exception) -> Exception:
@@ -155,6 +163,7 @@ class Worker:
         self.finalize: Callable[[], None] = lambda: None
         self._held: dict[tuple[int, Selection], _Held] = {}
         self._past: list[_Past] = []
+        self._empty: dict[tuple[torch.device, torch.layout], Tensor] = {}
         self._modes = BlockModes()
         self._greenlet = _BlockGreenlet(self._run)
         self._greenlet.worker = self
@@ -170,11 +179,19 @@ class Worker:
 
     def resume(self, message: Any) -> None:
         """Runs the block until it waits again."""
-        self._switch(lambda: self._greenlet.switch(message))
+        self._enter()
+        try:
+            self._greenlet.switch(message)
+        finally:
+            self._modes.leave()
 
     def throw(self, error: BaseException) -> None:
         """Raises `error` in the block, where it waits."""
-        self._switch(lambda: self._greenlet.throw(error))
+        self._enter()
+        try:
+            self._greenlet.throw(error)
+        finally:
+            self._modes.leave()
 
     def interrupt_taken(self) -> BaseException:
         """What interrupted the block, to be raised: its traceback leads to this worker, which does not keep it."""
@@ -188,20 +205,16 @@ class Worker:
     def kill(self) -> None:
         """Ends a block that is still running; its `finally` clauses run."""
         if self._greenlet and not self._greenlet.dead:
-            self._switch(lambda: self._greenlet.throw(greenlet.GreenletExit()))
+            self.throw(greenlet.GreenletExit())
         self.done = True
         self._held.clear()
         self.passing = None
         vars(self._greenlet).pop("worker", None)  # the cycle that would keep this worker
         self.body = self.finalize = lambda: None
 
-    def _switch(self, enter: Callable[[], Any]) -> None:
+    def _enter(self) -> None:
         self._greenlet.parent = greenlet.getcurrent()
         self._modes.enter()
-        try:
-            enter()
-        finally:
-            self._modes.leave()
 
     def _run(self, _: Any = None) -> None:
         try:
@@ -310,6 +323,8 @@ class Worker:
     def _settle(self) -> None:
         """Writes back what was changed; other copies of the same memory are then out of date, and left behind."""
         changed = [held for held in self._held.values() if held.changed]
+        if not changed:
+            return
         for held in changed:
             self._write_back(held)
         for held in changed:
@@ -322,12 +337,19 @@ class Worker:
                 del self._held[key]
 
     def _leave(self, held: _Held) -> None:
-        for leaf in held.leaves:
-            self._past.append(_Past.of(leaf, held.channel.name, self.waiting_step))
+        for leaf, _ in held.leaves:
+            self._past.append(_Past(leaf, self._empty_like(leaf), held.channel.name, self.waiting_step))
+
+    def _empty_like(self, leaf: Tensor) -> Tensor:
+        """A tensor of no memory that may take the place of the leaf's data; one for all of a kind."""
+        kind = leaf.device, leaf.layout
+        if kind not in self._empty:
+            self._empty[kind] = leaf.detach().new_empty(0)
+        return self._empty[kind]
 
     def _write_back(self, held: _Held) -> None:
         channel = held.channel
-        for leaf, (_, shape) in zip(held.leaves, held.shapes, strict=True):
+        for leaf, shape in held.leaves:
             if leaf.shape != shape:
                 raise EditMismatch(
                     f"{channel.name} has shape {tuple(shape)}, and was changed in place to {tuple(leaf.shape)}."
@@ -339,13 +361,13 @@ class Worker:
 
     def _check_past(self) -> None:
         for past in self._past:
-            if past.witness._version != past.version:
+            if past.changed:
                 self._past = []
                 raise OutOfOrder(
                     f"{past.name} of step {past.step} was changed in place after the block had moved past it, so the "
                     "change could not reach the model. Change it before the next read, or `.clone()` it for scratch."
                 )
-        self._past = [past for past in self._past if past.tensor() is not None]
+        self._past = [past for past in self._past if past.held]
 
     def _too_late(self, name: str) -> str:
         stood = self.slot is not None and self.waiting_step <= self.interleaver.step
