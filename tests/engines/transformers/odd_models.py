@@ -103,6 +103,36 @@ class Repeating(nn.Module):
         return self.back((pattern @ value).transpose(1, 2).flatten(2))
 
 
+class ByExponents(ByHand):
+    """Attention by hand that writes its softmax as exponents of what the log of their sum was taken off."""
+
+    def forward(self, stream: Tensor) -> Tensor:
+        query, key, value = self.everything(stream).unflatten(-1, (HEADS, 3, SIZE)).permute(3, 0, 2, 1, 4)
+        hidden = torch.ones(stream.shape[1], stream.shape[1], dtype=torch.bool).triu(1)
+        scores = (query @ key.transpose(2, 3) * 0.27).masked_fill(hidden, float("-inf"))
+        pattern = (scores - scores.logsumexp(-1, keepdim=True)).exp()
+        return self.back((pattern @ value).transpose(1, 2).flatten(2))
+
+
+class WithSink(ByHand):
+    """Attention by hand with one more column in its softmax, which takes a part and gives nothing."""
+
+    def forward(self, stream: Tensor) -> Tensor:
+        query, key, value = self.everything(stream).unflatten(-1, (HEADS, 3, SIZE)).permute(3, 0, 2, 1, 4)
+        hidden = torch.ones(stream.shape[1], stream.shape[1], dtype=torch.bool).triu(1)
+        scores = (query @ key.transpose(2, 3) * 0.27).masked_fill(hidden, float("-inf"))
+        pattern = nn.functional.pad(scores, (0, 1)).softmax(-1)[..., :-1]
+        return self.back((pattern @ value).transpose(1, 2).flatten(2))
+
+
+class Smoothing(ByHand):
+    """Mixes tokens without attention: each gets the mean of those so far."""
+
+    def forward(self, stream: Tensor) -> Tensor:
+        value = self.everything(stream)[..., : HEADS * SIZE]
+        return self.back(value.cumsum(1) / torch.arange(1, stream.shape[1] + 1)[:, None])
+
+
 class Neurons(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
@@ -176,6 +206,18 @@ class OddTurning(OddModel):
 
 class OddRepeating(OddModel, GenerationMixin):
     mixer = Repeating
+
+
+class OddByExponents(OddModel):
+    mixer = ByExponents
+
+
+class OddWithSink(OddModel):
+    mixer = WithSink
+
+
+class OddSmoothing(OddModel):
+    mixer = Smoothing
 
 
 class OddTwoStreams(OddModel):

@@ -1,5 +1,6 @@
 """Every value's place in every model of the zoo and in models that nobody named, against raw hooks of our own."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -203,6 +204,21 @@ def test_a_layer_without_softmax_attention_says_so_and_still_has_its_sublayer():
     assert isinstance(layers[0].attention, Missing)
     assert layers[0].attention.reason.startswith("no softmax attention on this layer: Qwen3NextGatedDeltaNet")
     assert layers[0].values["attention_output"] == Formula(Site("model.layers.0.linear_attn", Port.OUTPUT))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (odd_models.OddByExponents, r"^the attention of ByExponents is not understood: .* sum to 1 .*such as exp"),
+        (odd_models.OddWithSink, r"^the attention of WithSink is not understood: its softmax, over \[1, 4, \d+, \d+\]"),
+        (odd_models.OddSmoothing, "^no softmax attention on this layer: Smoothing mixes its tokens without one$"),
+    ],
+)
+def test_an_attention_that_is_not_understood_is_not_told_to_be_none(kind, reason):
+    layer = read_anatomy(draw(kind)).layers[0]
+    assert isinstance(layer.attention, Missing)
+    assert re.search(reason, layer.attention.reason)
+    assert layer.values["attention_output"] == Formula(Site("tower.0.mixer", Port.OUTPUT), factor=0.5)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from jackfield.engines.transformers.dataflow import least_squares
 from jackfield.engines.transformers.recording import (
     ATTENTION_OPERATION,
     PRODUCTS,
+    Call,
     InterfaceCall,
     Operation,
     Recording,
@@ -54,6 +55,32 @@ def find_attends(recording: Recording, modules: Mapping[str, nn.Module]) -> list
     return sorted(
         [*dispatched, *(_collapsed(attend, recording.cache) for attend in by_hand)], key=lambda attend: attend.index
     )
+
+
+def not_understood(recording: Recording, mixer: Call) -> str | None:
+    """Why `mixer`, in which no attention op was found, may be one all the same; None where it shows no sign of it."""
+    inside = [operation for operation in recording.operations if mixer.start < operation.index < mixer.end]
+    softmax = next((operation for operation in inside if operation.name == "softmax"), None)
+    if softmax is not None:
+        return (
+            f"its softmax, over {list(softmax.output.value.shape)}, does not stand between one product of queries and "
+            "keys and one with values"
+        )
+    products = (operation for operation in inside if operation.name in PRODUCTS and len(operation.inputs) > 1)
+    if any(_is_pattern(seen.value, recording.tokens) for product in products for seen in product.inputs):
+        return (
+            "it multiplies values with weights that sum to 1 over the keys, and makes them by something else than "
+            "torch's softmax, such as exp: what enters that cannot be told"
+        )
+    return None
+
+
+def _is_pattern(weights: Tensor, tokens: int) -> bool:
+    """Whether each token has, in the last axis, weights for all tokens that are none below 0 and sum to 1."""
+    if weights.ndim < 3 or weights.shape[-2:] != (tokens, tokens) or not weights.is_floating_point():
+        return False
+    sums = weights.double().sum(dim=-1)
+    return bool((weights >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-2)
 
 
 def ends_with(heads: Tensor, cached: object) -> bool:

@@ -7,7 +7,7 @@ from typing import cast
 from torch import nn
 from transformers import PretrainedConfig
 
-from jackfield.engines.transformers.attends import Attend, ends_with
+from jackfield.engines.transformers.attends import Attend, ends_with, not_understood
 from jackfield.engines.transformers.dataflow import Block, input_formula, is_linear, output_formula
 from jackfield.engines.transformers.heads import find_heads
 from jackfield.engines.transformers.neurons import find_activations, find_router
@@ -54,7 +54,7 @@ def read_layer(
     values["router_logits"] = router
     if mlp is not None:
         values["mlp_activations"] = find_activations(block, mlp, routed=isinstance(router, Formula))
-    attention = _describe(block, recording, mine, mixer, config) if mine else _no_attention(mixer)
+    attention = _describe(block, recording, mine, mixer, config) if mine else _no_attention(recording, mixer)
     layer = LayerAnatomy(
         path=block.path,
         values=values,
@@ -145,10 +145,13 @@ def _mlp_values(
     }
 
 
-def _no_attention(mixer: Call | None) -> Missing:
+def _no_attention(recording: Recording, mixer: Call | None) -> Missing:
     if mixer is None:
         return Missing("no softmax attention on this layer: none was seen")
-    return Missing(f"no softmax attention on this layer: {type(mixer.module).__name__} mixes its tokens without one")
+    name, reason = type(mixer.module).__name__, not_understood(recording, mixer)
+    if reason is not None:
+        return Missing(f"the attention of {name} is not understood: {reason}")
+    return Missing(f"no softmax attention on this layer: {name} mixes its tokens without one")
 
 
 def _describe(
