@@ -76,7 +76,7 @@ class FakeEngine(InlineEngine):
     def head_results(self, layer: int, premix: Tensor) -> Tensor:
         return by_head(premix, self.decoder.layers[layer].o)
 
-    def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
+    def project(self, x: Tensor, *, norm: bool) -> Tensor:
         return (normed(x) if norm else x) @ self.decoder.head.T
 
     def raw_channel(self, path: str, port: str) -> Channel:

@@ -17,7 +17,7 @@ from jackfield.engines.engine import Engine, Facts, Outcome, Request
 from jackfield.engines.inline import Chooser, Derivation, DerivedChannel, Forward, InlineChannel, InlineRun
 from jackfield.engines.prompt import Tokenizer
 from jackfield.engines.request import Limits, Sampling, admit
-from jackfield.errors import InvalidRequest, TracingError, Unavailable, UnknownValue
+from jackfield.errors import EditMismatch, InvalidRequest, TracingError, Unavailable, UnknownValue
 from jackfield.interleave.modes import modes_restored
 from jackfield.interleave.worker import Channel, Worker
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Missing
@@ -66,6 +66,10 @@ class InlineEngine(Engine):
         """What chooses the tokens of one batch."""
 
     @abstractmethod
+    def project(self, x: Tensor, *, norm: bool) -> Tensor:
+        """[..., d_model] on the vocabulary."""
+
+    @abstractmethod
     def head_results(self, layer: int, premix: Tensor) -> Tensor:
         """[1, token, head, d_value] to each head's part of the attention's output, [1, token, head, d_model]."""
 
@@ -78,6 +82,9 @@ class InlineEngine(Engine):
     def admit(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
         sampling.refuse(self.refused, self.name)
         admit(prompt_token_ids, sampling, self.limits)
+        for name in ("stop", "bad_words"):
+            if self.tokenizer is None and getattr(sampling, name):
+                raise InvalidRequest(f"{name} needs a tokenizer, and the model came without one: give it a tokenizer=.")
         if sampling.n > self.max_batch_size:
             raise InvalidRequest(f"n={sampling.n} samples run in one batch, and max_batch_size={self.max_batch_size}.")
 
@@ -112,6 +119,14 @@ class InlineEngine(Engine):
                 self._run = None
 
     # -- serving
+
+    def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
+        hidden = self.facts.hidden_size
+        if not x.is_floating_point() or x.shape[-1:] != (hidden,):
+            raise EditMismatch(
+                f"project_on_vocab takes [..., {hidden}] in floating point; it was given {x.dtype} {tuple(x.shape)}."
+            )
+        return self.project(x, norm=norm)
 
     def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel:
         made = self._channels[name, layer]
@@ -162,6 +177,13 @@ class InlineEngine(Engine):
 
     def _by_head(self, layer: int) -> Derivation:
         return lambda premix: self.head_results(layer, premix)
+
+
+def counted(name: str, value: object) -> int:
+    """An option that is how many there are of something; InvalidRequest for anything but a whole number from 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidRequest(f"{name}={value!r}: it has to be a whole number from 1.")
+    return value
 
 
 def uses_raw_places(request: Request) -> bool:

@@ -27,10 +27,10 @@ OPERANDS = (
 @contextmanager
 def gated(root: nn.Module, run: InlineRun) -> Generator[None]:
     """A gate at every module, gone afterwards."""
-    gates = [Gate(run.interleaver, module, path) for path, module in named_modules(root).items()]
+    gates = [Gate(module, path, run.interleaver.slot) for path, module in named_modules(root).items()]
     try:
         for gate in gates:
-            gate.put_up()
+            gate.put_up(run.interleaver)
         yield
     finally:
         for gate in gates:

@@ -3,7 +3,7 @@
 By hub name it is fetched, as transformers would. Not for weights: an engine knows its own layout.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -34,15 +34,15 @@ class Snapshot:
         return getattr(self.config, "max_position_embeddings", None)
 
 
-def snapshot(model: Any, tokenizer: Any, where: Mapping[str, Any]) -> Snapshot:
-    """What there is of a folder or a hub name.
+def snapshot(model: Any, tokenizer: Any, where: Mapping[str, Any], options: Sequence[str]) -> Snapshot:
+    """What there is of a folder or a hub name; `options` are the engine's own, for messages.
 
     UnknownModel where there is neither, UnsupportedModel for a configuration or tokenizer that cannot be read,
     InvalidRequest for an option that is none.
     """
     for option in where:
         if option not in WHERE:
-            raise InvalidRequest(f"{option} is no option of this engine.{near(option, WHERE)}")
+            raise InvalidRequest(f"{option} is no option of this engine.{near(option, (*options, *WHERE))}")
     if not isinstance(model, str | Path):
         raise UnknownModel(f"A {type(model).__name__} is no model to load: give a hub name or a folder.")
     folder = Path(model) if Path(model).is_dir() else _fetched(str(model), where)

@@ -16,7 +16,7 @@ from jackfield.engines.llama.layers import Attention, Transformer, precompute_fr
 from jackfield.errors import InvalidRequest, RequestTooLong
 from tests import zoo
 from tests.engines.llama.native import CASES, LAYER, PART_OF, ROOT, Recorder, both, errors
-from tests.reference.compare import TOLERANCE
+from tests.reference.compare import TOKEN_AXIS, TOLERANCE, row_error
 from tests.reference.record import record
 
 PROMPT_TOKENS, STEPS = 12, 4
@@ -44,6 +44,22 @@ def test_every_value_is_that_of_transformers(case: str, tmp_path: Path) -> None:
     found = errors(ours, steps)
     assert found.keys() == {*ROOT, *LAYER}
     assert max(found.values()) <= CLOSE, found
+
+
+@pytest.mark.parametrize("case", ["grouped heads", "free head width", "llama 3 scaling"])
+@torch.no_grad()
+def test_every_value_of_a_prompt_in_two_parts_is_that_of_transformers(case: str, tmp_path: Path) -> None:
+    theirs, ours = both(case, tmp_path)
+    (step,) = record(theirs, CASES[case][0], zoo.prompt("llama", PROMPT_TOKENS), 1)
+    ours(step.input_ids[:, :5])
+    recorder = Recorder()
+    ours.listen(recorder)
+    ours(step.input_ids[:, 5:], 5)
+    for (name, layer), got in recorder.values.items():
+        want, axis = step.get(name, layer), TOKEN_AXIS.get(name, 2)  # of scores and pattern: the queries'
+        rows = min(want.shape[axis], got.shape[axis])  # the reference has the logits of the last row
+        got, want = (x.narrow(axis, x.shape[axis] - rows, rows) for x in (got, want))
+        assert row_error(got, want, name) <= CLOSE, (name, layer)
 
 
 def tiled_heads(patch: Patch) -> None:

@@ -1,6 +1,6 @@
 """The native Llama: attention, cache and parallel layers written out, small enough to read in an evening.
 
 Read `args` (what a model is), `layers` (what it computes), `parallel` (how ranks share it), `checkpoint` (where its
-weights come from), `decode` (how tokens are made), in this order. transformers' eager Llama is what it is checked
+weights come from), `engine` (how requests run on it), in this order. transformers' eager Llama is what it is checked
 against, value by value.
 """

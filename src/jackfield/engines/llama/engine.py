@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from jackfield.axes import TokenIds
 from jackfield.engines.choosing import RowChooser
 from jackfield.engines.engine import Facts
-from jackfield.engines.inline import InlineRun, InlineTap
-from jackfield.engines.inline_engine import InlineEngine, uses_raw_places
+from jackfield.engines.inline import InlineRun
+from jackfield.engines.inline_engine import InlineEngine, counted, uses_raw_places
 from jackfield.engines.inline_raw import gated, raw_place
 from jackfield.engines.llama.args import ModelArgs
 from jackfield.engines.llama.checkpoint import load
@@ -26,6 +26,8 @@ from jackfield.values.anatomy import Anatomy, AttentionAnatomy, LayerAnatomy
 from jackfield.values.layer import part_at
 from jackfield.values.part import Part
 from jackfield.values.tree import named_modules
+
+OPTIONS: Final = ("tokenizer", "max_batch_size", "max_seq_len")
 
 
 class LlamaEngine(InlineEngine):
@@ -41,17 +43,18 @@ class LlamaEngine(InlineEngine):
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         tokenizer: Any = None,  # one to use, its name, or False for none
-        max_batch_size: int = 8,
-        max_seq_len: int = 2048,
+        max_batch_size: Any = 8,
+        max_seq_len: Any = 2048,
         **where: Any,  # `revision` and the like
     ) -> None:
-        found, wanted = snapshot(model, tokenizer, where), parse_dtype(dtype)
+        length = counted("max_seq_len", max_seq_len)
+        found, wanted = snapshot(model, tokenizer, where, OPTIONS), parse_dtype(dtype)
         self._model: Transformer | None = load(
             found.folder,
             dtype=wanted if isinstance(wanted, torch.dtype) else None,
             device=parse_device(device),
-            max_batch_size=max_batch_size,
-            max_seq_len=max_seq_len if found.context is None else min(max_seq_len, found.context),
+            max_batch_size=counted("max_batch_size", max_batch_size),
+            max_seq_len=min(length, found.context or length),
         )
         args = self._model.args
         super().__init__(
@@ -93,7 +96,7 @@ class LlamaEngine(InlineEngine):
     def head_results(self, layer: int, premix: Tensor) -> Tensor:
         return self.model.head_results(layer, premix)
 
-    def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
+    def project(self, x: Tensor, *, norm: bool) -> Tensor:
         return self.model.project(x, norm=norm)
 
     def raw_channel(self, path: str, port: str) -> Channel:
@@ -118,7 +121,7 @@ class ForwardPass:
     def __init__(self, model: Transformer) -> None:
         self._model, self._start_pos = model, 0
 
-    def __call__(self, tokens: TokenIds, pads: Sequence[int], tap: InlineTap) -> Float[Tensor, "batch vocab"]:
+    def __call__(self, tokens: TokenIds, pads: Sequence[int], tap: object = None) -> Float[Tensor, "batch vocab"]:
         padding = torch.tensor(pads, device=tokens.device) if any(pads) else None
         logits = self._model(tokens, self._start_pos, padding=padding, last_row=True)
         self._start_pos += tokens.shape[1]
