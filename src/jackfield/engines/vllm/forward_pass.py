@@ -1,0 +1,102 @@
+"""One forward pass over a batch with traced requests in it: where their rows are, and who waits at each tap."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from jackfield.engines.vllm.companion import Companion
+from jackfield.engines.vllm.passing import Rows2
+from jackfield.interleave.site import Port, Site
+from jackfield.interleave.worker import Slot, Worker
+
+if TYPE_CHECKING:
+    from jackfield.engines.vllm.host import Host
+
+LOGITS = Site("", Port.OUTPUT, "logits")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A traced request in a pass: `count` rows from `first` on, at absolute positions from `position` on.
+
+    `index` counts the requests of the batch. Rows of positions that its block has seen are computed once more, after a
+    preemption: only what is new belongs to the block's step.
+    """
+
+    request_id: str
+    index: int
+    first: int
+    count: int
+    position: int
+    companion: Companion
+
+    @property
+    def fresh(self) -> slice:
+        """The rows that the block has not seen, within the batch."""
+        return slice(self.first + max(0, self.companion.seen - self.position), self.first + self.count)
+
+    @property
+    def again(self) -> slice:
+        """The rows that it has seen, within the batch."""
+        return slice(self.first, self.fresh.start)
+
+
+class ForwardPass:
+    """The pass that goes on now: taps come here."""
+
+    def __init__(self, host: "Host", clock: int, placed: Sequence[Placed]) -> None:
+        self.host, self.clock, self.placed = host, clock, placed
+        self.of: Mapping[Worker, Placed] = {each.companion.worker: each for each in placed}
+        self._fresh = {each.companion.worker: each.fresh for each in placed}
+
+    def begin(self) -> None:
+        """The step of every request with new rows begins."""
+        for each in self.placed:
+            last = each.position + each.count - 1
+            if last >= each.companion.seen:
+                each.companion.interleaver.begin(each.companion.step_at(last), self.clock)
+
+    def end(self) -> None:
+        """The pass is over: what waited for something in it in vain is told so."""
+        for each in self.placed:
+            last = each.position + each.count
+            if last > each.companion.seen:
+                each.companion.interleaver.end()
+                each.companion.seen = last
+
+    def tap(self, site: int, x: Tensor, residual: Tensor | None) -> None:
+        """A tensor, or the stream's two halves, passes the tap of this number."""
+        self.meet(self.host.numbered[site], x, residual)
+
+    def meet(self, slot: Slot, x: Tensor, residual: Tensor | None) -> None:
+        """Each block that waits at `slot` sees its own rows."""
+        slot.passed = self.clock
+        x, residual = _flat(x), None if residual is None else _flat(residual)
+        self.host.keep(slot.site, x, residual)
+        if not slot.workers:
+            return
+        workers, slot.workers = slot.workers, []
+        for worker in workers:
+            rows = self._fresh[worker]
+            passing = Rows2(x[rows], None if residual is None else residual[rows])
+            worker.interleaver.resume(worker, passing)
+
+    def meet_logits(self, logits: Tensor) -> None:
+        """One row per request, in the batch's order."""
+        slot = self.host.slot(LOGITS)
+        slot.passed = self.clock
+        workers, slot.workers = slot.workers, []
+        for worker in workers:
+            index = self.of[worker].index
+            worker.interleaver.resume(worker, Rows2(logits[index : index + 1]))
+
+    def rows_of(self, worker: Worker) -> slice:
+        """A request's rows in the batch."""
+        return self._fresh[worker]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """[row, width]: models that come from transformers have a batch axis of 1 before it."""
+    return tensor.flatten(0, -2) if tensor.ndim > 2 else tensor

@@ -1,0 +1,123 @@
+"""The tap of an attention op: a wrapper on its implementation's `forward`, which vLLM looks up at each call.
+
+Keys and values are in the cache before it runs. Edited ones are put there again, so queries, keys and values may be read
+and edited in any order. torch.compile does not see the wrapper, and need not.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from jackfield.engines.vllm.attention import OpFacts, PagedAttention
+from jackfield.engines.vllm.cache import CacheReader
+from jackfield.engines.vllm.taps import NOW
+from jackfield.interleave.site import Port, Site
+from jackfield.interleave.worker import Slot, Worker
+
+if TYPE_CHECKING:
+    from jackfield.engines.vllm.forward_pass import ForwardPass
+
+Blocks = Callable[[str, "ForwardPass", Worker], tuple[list[int], int]]
+"""A layer's name, a pass and a request to the request's blocks in that layer's cache, and how many tokens they hold."""
+
+
+class OpTap:
+    """One layer's attention op. `cache_name` is the layer whose cache holds its keys, itself but for shared caches."""
+
+    def __init__(
+        self, name: str, layer: Any, path: str, facts: OpFacts, slots: Callable[[Site], Slot], blocks: Blocks
+    ) -> None:
+        self.name, self.layer, self.path, self.facts = name, layer, path, facts
+        self.reader: CacheReader | str = "its cache was not looked at"
+        self._blocks = blocks
+        ports = (Port.ATTEND, Port.SCORES, Port.PATTERN, Port.HEADS)
+        self._attend, *self._after = (slots(Site(path, port)) for port in ports)
+        self._views: dict[Worker, PagedAttention] = {}
+
+    def put_up(self) -> None:
+        """Takes the place of the implementation's forward."""
+        impl = self.layer.impl
+        forward = impl.forward
+
+        def tapped(
+            layer: Any, q: Tensor, k: Tensor, v: Tensor, cache: Any, metadata: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            now = cast("ForwardPass | None", NOW.get())
+            if now is None or metadata is None:
+                return forward(layer, q, k, v, cache, metadata, *args, **kwargs)
+            self._before(now, q, k, v, cache)
+            result = forward(layer, q, k, v, cache, metadata, *args, **kwargs)
+            output = kwargs.get("output")
+            self._behind(now, (q, k, v), cache, output if output is not None else result)
+            return result
+
+        impl.forward = tapped
+
+    def _before(self, now: "ForwardPass", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
+        self._attend.passed = now.clock
+        if not self._attend.workers:
+            return
+        workers, self._attend.workers = self._attend.workers, []
+        for worker in workers:
+            view = self._views[worker] = self._view(now, worker, (q, k, v), cache)
+            worker.interleaver.resume(worker, view)
+            if view.edited & {"k", "v"}:
+                self._put_again(now.rows_of(worker), k, v, cache)
+
+    def _behind(self, now: "ForwardPass", qkv: tuple[Tensor, Tensor, Tensor], cache: Tensor, output: Tensor) -> None:
+        heads = output.view(-1, self.facts.num_heads, self.facts.d_value)
+        now.host.keep(self._after[-1].site, heads, None)
+        for slot in self._after:
+            slot.passed = now.clock
+            workers, slot.workers = slot.workers, []
+            for worker in workers:
+                if worker not in self._views:
+                    self._views[worker] = self._view(now, worker, qkv, cache)
+                view = self._views[worker]
+                view.outputs = heads[now.rows_of(worker)][None]
+                if slot is self._after[-1]:
+                    _overwrite(view)
+                worker.interleaver.resume(worker, view)
+        for worker, view in self._views.items():
+            view.outputs = heads[now.rows_of(worker)][None]
+            _overwrite(view)
+        self._views.clear()
+
+    def _view(
+        self, now: "ForwardPass", worker: Worker, qkv: tuple[Tensor, Tensor, Tensor], cache: Tensor
+    ) -> PagedAttention:
+        facts, rows = self.facts, now.rows_of(worker)
+        widths = (
+            (facts.num_heads, facts.d_head),
+            (facts.num_kv_heads, facts.d_head),
+            (facts.num_kv_heads, facts.d_value),
+        )
+        q, k, v = (each.view(-1, *shape)[rows] for each, shape in zip(qkv, widths, strict=True))
+
+        def gather() -> tuple[Tensor, Tensor]:
+            assert isinstance(self.reader, CacheReader)
+            blocks, length = self._blocks(self.name, now, worker)
+            return self.reader.gather(cache, blocks, length)
+
+        refusal = self.reader if isinstance(self.reader, str) else None
+        return PagedAttention(facts, worker.rows, worker.step, (q, k, v), gather, refusal)
+
+    def _put_again(self, rows: slice, k: Tensor, v: Tensor, cache: Tensor) -> None:
+        """Edited keys and values go into the cache as the unedited ones did."""
+        from vllm.forward_context import get_forward_context
+
+        slots = get_forward_context().slot_mapping[self.name][rows]
+        shape = (-1, self.facts.num_kv_heads)
+        keys, values = k.view(*shape, self.facts.d_head)[rows], v.view(*shape, self.facts.d_value)[rows]
+        self.layer.impl.do_kv_cache_update(self.layer, keys.contiguous(), values.contiguous(), cache, slots)
+
+
+def _overwrite(view: PagedAttention) -> None:
+    """Rows whose scores or pattern were edited are written over what the op returned, once."""
+    patches = view.patches
+    if patches is not None and view.outputs is not None:
+        with torch.no_grad():
+            patches.overwrite(view.outputs)
+        view.forget_patches()

@@ -1,0 +1,239 @@
+"""What each tap's tensor means, decided by numbers on one probe prompt: which tensors add up to which stream.
+
+vLLM's blocks take and return the stream itself, or two halves of it, and both may look alike: a block can return the whole
+stream and something else beside it. Sublayers may be normed, scaled or folded into one another on the way. Sums tell:
+what was added between a block's input and its middle is what the attention adds, whatever it is called.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from jackfield.engines.vllm.structure import BlockStructure, Structure
+from jackfield.interleave.site import Port, Site
+from jackfield.values.anatomy import Missing
+
+NOTHING_ADDS_UP = "no tensors of this layer were found that add up to its stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What passed a site in the probe: [row, width], float32; `residual` is the stream's other half, if there was one."""
+
+    site: Site
+    x: Tensor
+    residual: Tensor | None = None
+
+    def stream(self, *, summed: bool) -> Tensor:
+        """The stream at this site."""
+        return self.x if self.residual is None or not summed else self.x + self.residual
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A value: `factor` times what passes at a site, or times the sum of the two halves that pass there."""
+
+    site: Site
+    summed: bool = False
+    factor: float = 1.0
+
+
+Reading = Stream | Missing
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReading:
+    """The values of one block, and the paths of its sublayers."""
+
+    values: Mapping[str, Reading]
+    attention: str | None
+    mlp: str | None
+    output_projection: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far from a sum its parts may be: of its length, by the dtype the model computes in."""
+
+    relative: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> "Tolerance":
+        """A few roundings: measured on tiny and sample models, then doubled."""
+        return cls(2e-4 if dtype == torch.float32 else 2e-2)
+
+    def same(self, left: Tensor, right: Tensor) -> bool:
+        """Whether two tensors are one, but for rounding."""
+        return left.shape == right.shape and bool((left - right).norm() <= self.relative * right.norm())
+
+
+def halves(
+    structure: Structure, seen: Sequence[Seen], renorm: Callable[[str, Tensor], Tensor], near: Tolerance
+) -> bool:
+    """Whether blocks pass their stream in two halves.
+
+    A norm that was called with two tensors tells, by what it gave: the norm of their sum, or of the first alone.
+    """
+    of = {each.site: each for each in seen}
+    paths = [path for block in structure.blocks for path in block.norms]
+    for path in (*paths, *structure.final_norms):
+        given, made = of.get(Site(path, Port.INPUT)), of.get(Site(path, Port.OUTPUT))
+        if given is None or made is None or given.residual is None or not given.residual.any():
+            continue
+        if near.same(renorm(path, given.x + given.residual), made.x):
+            return True
+        if near.same(renorm(path, given.x), made.x):
+            return False
+    return False
+
+
+def read_layer(block: BlockStructure, seen: Sequence[Seen], near: Tolerance, *, summed: bool) -> LayerReading:
+    """The values of one block, out of what the probe saw pass."""
+    return _Layer(block, _within(block.path, seen), near, summed=summed).read()
+
+
+def _within(path: str, seen: Sequence[Seen]) -> list[Seen]:
+    sites = [each.site for each in seen]
+    first, last = sites.index(Site(path, Port.INPUT)), sites.index(Site(path, Port.OUTPUT))
+    return list(seen[first : last + 1])
+
+
+class _Layer:
+    def __init__(self, block: BlockStructure, seen: list[Seen], near: Tolerance, *, summed: bool) -> None:
+        self.block, self.seen, self.near, self.summed = block, seen, near, summed
+        self.attended = next((i for i, each in enumerate(seen) if each.site.port is Port.HEADS), None)
+        self.entering, self.leaving = (seen[i].stream(summed=summed) for i in (0, -1))
+
+    def read(self) -> LayerReading:
+        sums = self._sums()
+        mlp = self._mlp(sums)
+        values: dict[str, Reading] = {
+            "layer_input": Stream(self.seen[0].site, self.summed),
+            "layer_output": Stream(self.seen[-1].site, self.summed),
+            **sums,
+            "attention_norm_output": self._norm_before(self.block.attention),
+            "mlp_norm_output": self._norm_before(mlp),
+            "mlp_activations": self._activations(mlp),
+            "router_logits": self._router(),
+        }
+        return LayerReading(values, self.block.attention, mlp, self._output_projection())
+
+    # -- what adds up to what
+
+    def _sums(self) -> dict[str, Reading]:
+        if self.attended is None:
+            nothing: dict[str, Reading] = dict.fromkeys(
+                ("attention_output", "layer_mid", "mlp_output"), Missing("this layer has no attention")
+            )
+            return nothing
+        return (
+            self._one_after_the_other(self.attended)
+            or self._side_by_side(self.attended)
+            or dict.fromkeys(("attention_output", "layer_mid", "mlp_output"), Missing(NOTHING_ADDS_UP))
+        )
+
+    def _one_after_the_other(self, attended: int) -> dict[str, Reading] | None:
+        for index in range(attended + 1, len(self.seen) - 1):
+            here = self.seen[index]
+            if here.site.port is not Port.INPUT or here.x.shape != self.seen[0].x.shape:
+                continue
+            middle = here.stream(summed=self.summed)
+            attention = self._part(middle - self.entering, attended, index)
+            mlp = None if attention is None else self._part(self.leaving - middle, index, len(self.seen) - 1)
+            if attention is not None and mlp is not None:
+                mid = Stream(here.site, self.summed and here.residual is not None)
+                return {"attention_output": attention, "layer_mid": mid, "mlp_output": mlp}
+        return None
+
+    def _part(self, added: Tensor, after: int, until: int) -> Stream | None:
+        """The tensor that, but for a factor, is what was added: the last of those from `after` on, up to `until`."""
+        for each in reversed(list(self._addends(after, until))):
+            factor = float((added * each.x).sum() / each.x.square().sum())
+            if self.near.same(each.x * factor, added) and factor:
+                return Stream(each.site, factor=_rounded(factor))
+        return None
+
+    def _addends(self, after: int, until: int) -> Iterator[Seen]:
+        """Outputs of modules, and the half that a block or a norm was handed beside the stream so far."""
+        for each in self.seen[after + 1 : until + 1]:
+            is_half = self.summed and each.residual is not None
+            if (
+                each.x.shape == self.entering.shape
+                and bool(each.x.any())
+                and (each.site.port is Port.OUTPUT or is_half)
+            ):
+                if each.site.path != self.block.path or is_half:
+                    yield each
+
+    def _side_by_side(self, attended: int) -> dict[str, Reading] | None:
+        added = self.leaving - self.entering
+        owner = self.block.attention or ""
+        parts = list(self._addends(0, len(self.seen) - 1))
+        ours = [each for each in parts if each.site.path == owner]
+        others = [each for each in parts if each.site.path in self.block.sublayers]
+        for attention, mlp in product(ours, others):
+            both = torch.stack([attention.x.flatten(), mlp.x.flatten()], 1)
+            factors = torch.linalg.lstsq(both, added.flatten()[:, None]).solution[:, 0]
+            if self.near.same(both @ factors, added.flatten()):
+                first, second = (_rounded(float(factor)) for factor in factors)
+                return {
+                    "attention_output": Stream(attention.site, factor=first),
+                    "layer_mid": Missing("attention and MLP stand side by side in this layer"),
+                    "mlp_output": Stream(mlp.site, factor=second),
+                }
+        return None
+
+    # -- what feeds what
+
+    def _mlp(self, sums: Mapping[str, Reading]) -> str | None:
+        """The sublayer whose output is added, or that has the projection back to the stream."""
+        added = sums["mlp_output"]
+        if isinstance(added, Stream) and added.site.path in self.block.sublayers:
+            return added.site.path
+        inside = [path for path in self.block.projections if not _is_under(path, self.block.attention)]
+        return next((owner for owner in self.block.sublayers for path in inside if _is_under(path, owner)), None)
+
+    def _norm_before(self, path: str | None) -> Reading:
+        given = None if path is None else self._at(Site(path, Port.INPUT))
+        norms = [each for each in self.seen if each.site.path in self.block.norms and each.site.port is Port.OUTPUT]
+        for each in reversed(norms):
+            if given is not None and torch.equal(each.x, given.x):
+                return Stream(each.site)
+        return Missing("no norm of this layer feeds it")
+
+    def _activations(self, mlp: str | None) -> Reading:
+        inside = [path for path in self.block.projections if not _is_under(path, self.block.attention)]
+        owned = [path for path in inside if mlp is None or _is_under(path, mlp)] or inside
+        seen = [path for path in owned if self._at(Site(path, Port.INPUT)) is not None]
+        if not seen:
+            return Missing("the down projections of this layer are fused into one kernel, which keeps the neurons")
+        return Stream(Site(seen[-1], Port.INPUT))
+
+    def _router(self) -> Reading:
+        return (
+            Stream(Site(self.block.routers[0], Port.OUTPUT))
+            if self.block.routers
+            else Missing("this layer has no router")
+        )
+
+    def _output_projection(self) -> str | None:
+        if self.attended is None:
+            return None
+        heads = self.seen[self.attended].x
+        inside = [path for path in self.block.projections if _is_under(path, self.block.attention)]
+        fitting = [path for path in inside if (at := self._at(Site(path, Port.INPUT))) and at.x.shape == heads.shape]
+        return fitting[-1] if fitting else None
+
+    def _at(self, site: Site) -> Seen | None:
+        return next((each for each in self.seen if each.site == site), None)
+
+
+def _is_under(path: str, owner: str | None) -> bool:
+    return owner is not None and (path == owner or path.startswith(f"{owner}."))
+
+
+def _rounded(factor: float) -> float:
+    return 1.0 if abs(factor - 1.0) < 1e-3 else factor

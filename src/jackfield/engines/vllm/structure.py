@@ -1,0 +1,178 @@
+"""Where taps go in one of vLLM's models: found by what modules are and how they hang together, never by their names.
+
+The attention op is vLLM's own class, which every model uses; the block is the member of a ModuleList around it. What
+each tap's tensor means is not decided here but by numbers, on a probe prompt (`reading.py`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from jackfield.engines.vllm.taps import Rotary, named, tap_inputs, tap_outputs
+from jackfield.errors import UnsupportedModel
+from jackfield.interleave.site import Port, Site
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStructure:
+    """One decoder block by its paths. `op` is vLLM's attention layer, `attention` the block's child that holds it."""
+
+    path: str
+    attention: str | None
+    op: str | None
+    norms: tuple[str, ...]
+    sublayers: tuple[str, ...]  # children that are neither the attention nor norms
+    projections: tuple[str, ...]  # row-parallel linear modules inside: output and down projections
+    routers: tuple[str, ...]
+    rotary: str | None
+    reason: str | None = None  # why the attention's values are not to be had
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A whole decoder. `layers` is the path of the list of blocks."""
+
+    blocks: tuple[BlockStructure, ...]
+    embedding: str | None
+    final_norms: tuple[str, ...]
+
+
+def read_structure(model: nn.Module, ops: Mapping[str, Any]) -> Structure:
+    """The structure of a loaded model; `ops` are its attention layers, as vLLM keeps them, by their own names.
+
+    UnsupportedModel where no list of decoder blocks holds an attention op.
+    """
+    modules = named(model)
+    paths = {id(module): path for path, module in reversed(modules.items())}
+    held = {paths[id(op)]: op for op in ops.values() if id(op) in paths}
+    lists = [found for path in held if (found := _enclosing_list(path, modules)) is not None]
+    if not lists:
+        raise UnsupportedModel(
+            f"{type(model).__name__}: no list of blocks with an attention of vLLM's was found in it, so no value has a "
+            "place here."
+        )
+    most = max(set(lists), key=lists.count)
+    blocks = tuple(_block(f"{most}.{name}", modules, held) for name, _ in modules[most].named_children())
+    owner = most.rpartition(".")[0]
+    around = [(f"{owner}.{name}".lstrip("."), child) for name, child in modules[owner].named_children()]
+    embedding = next((path for path, child in around if _kind(child, "VocabParallelEmbedding")), None)
+    return Structure(blocks, embedding, tuple(path for path, child in around if is_norm(child)))
+
+
+def _enclosing_list(path: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """The outermost ModuleList that `path` is in."""
+    parts = path.split(".")
+    heads = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return next((head for head in heads if isinstance(modules[head], nn.ModuleList)), None)
+
+
+def _block(path: str, modules: Mapping[str, nn.Module], ops: Mapping[str, Any]) -> BlockStructure:
+    inside = [other for other in modules if other.startswith(f"{path}.")]
+    held = [other for other in inside if other in ops]
+    op = held[0] if len(held) == 1 else None
+    reason = None if op else "this layer attends more than once" if held else "this layer has no attention"
+    attention = None if op is None else f"{path}.{op[len(path) + 1 :].split('.')[0]}"
+    if attention == op:
+        attention = path  # the block itself holds the op
+    children = [f"{path}.{name}" for name, _ in modules[path].named_children()]
+    norms = tuple(child for child in children if is_norm(modules[child]))
+    rest = tuple(child for child in children if child not in norms and child not in (attention, op))
+    owner = None if op is None else op.rpartition(".")[0]
+    rotary = next(
+        (other for other in inside if owner is not None and _rotates(modules[other]) and _under(other, owner)), None
+    )
+    return BlockStructure(
+        path,
+        attention,
+        op,
+        norms,
+        rest,
+        tuple(other for other in inside if _is_projection(modules[other])),
+        tuple(other for other in inside if _is_router(other, modules)),
+        rotary,
+        reason if op is None or hasattr(ops[op], "impl") else "its attention is of a kind that is not listened to",
+    )
+
+
+def _under(path: str, owner: str) -> bool:
+    return path.rpartition(".")[0] == owner
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm: every one in vLLM and in torch says so in its class's name."""
+    return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+
+
+def _rotates(module: nn.Module) -> bool:
+    return "RotaryEmbedding" in type(module).__name__ or any(
+        "RotaryEmbedding" in base.__name__ for base in type(module).__mro__
+    )
+
+
+def _is_projection(module: nn.Module) -> bool:
+    return _kind(module, "RowParallelLinear")
+
+
+def _is_router(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """A plain linear beside fused experts; its name is vLLM's convention for all of them."""
+    owner = path.rpartition(".")[0]
+    siblings = modules[owner].children()
+    is_linear = isinstance(getattr(modules[path], "weight", None), Tensor) and not is_norm(modules[path])
+    return (
+        is_linear and any("MoE" in type(sibling).__name__ for sibling in siblings) and path.endswith(("gate", "router"))
+    )
+
+
+def _kind(module: nn.Module, name: str) -> bool:
+    return any(base.__name__ == name for base in type(module).__mro__)
+
+
+class Sites:
+    """The sites of a model, numbered: the number is what its tap in the model knows of it."""
+
+    def __init__(self) -> None:
+        self.all: list[Site] = []
+
+    def add(self, path: str, port: Port, key: str | None = None) -> int:
+        """A new site's number."""
+        self.all.append(Site(path, port, key))
+        return len(self.all) - 1
+
+
+def put_taps(model: nn.Module, structure: Structure) -> Sites:
+    """Wraps the modules of a model, once, before it first runs."""
+    modules, sites = named(model), Sites()
+    if structure.embedding is not None:
+        tap_outputs(modules[structure.embedding], sites.add(structure.embedding, Port.OUTPUT))
+    for block in structure.blocks:
+        for path in _both_sides(block):
+            tap_inputs(modules[path], sites.add(path, Port.INPUT))
+            tap_outputs(modules[path], sites.add(path, Port.OUTPUT))
+        for path in block.projections:
+            tap_inputs(modules[path], sites.add(path, Port.INPUT))
+        for path in block.routers:
+            tap_outputs(modules[path], sites.add(path, Port.OUTPUT))
+        if block.rotary is not None:
+            _own_rotary(modules, block.rotary, sites)
+    return sites
+
+
+def _both_sides(block: BlockStructure) -> Sequence[str]:
+    within = [path for path in (block.attention, *block.norms, *block.sublayers) if path not in (None, block.path)]
+    taken = {*block.projections, *block.routers}
+    return [*(path for path in cast("list[str]", within) if path not in taken), block.path]
+
+
+def _own_rotary(modules: Mapping[str, nn.Module], path: str, sites: Sites) -> None:
+    owner, _, name = path.rpartition(".")
+    queries, keys = sites.add(path, Port.INPUT, "query"), sites.add(path, Port.INPUT, "key")
+    setattr(modules[owner], name, Rotary(modules[path], queries, keys))
+
+
+def children(paths: Sequence[str], path: str) -> Iterator[str]:
+    """The names of the modules right under a path."""
+    prefix = f"{path}." if path else ""
+    seen = (other[len(prefix) :].split(".")[0] for other in paths if other.startswith(prefix) and other != path)
+    yield from dict.fromkeys(seen)
