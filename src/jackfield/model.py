@@ -71,14 +71,16 @@ class Model(RootValues, ValuePart):
         prompt: Any = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        gradients: bool = False,
         **sampling: Any,
     ) -> Trace:
         """`with model.trace(prompt, **sampling) as t:` runs its body beside the model.
 
         `prompt` is text, token ids or chat messages, or several; without one, `with t.invoke(prompt):` gives each
-        prompt its own body. `sampling` has the names of vLLM's SamplingParams; max_tokens=1 and temperature=0.0.
+        prompt its own body. `sampling` has the names of vLLM's SamplingParams; max_tokens=1 and temperature=0.0. With
+        `gradients`, what is read stays in the graph, for `t.gradient(loss, values)`.
         """
-        return Trace(Job(self._engine, self, sampling, chat_template_kwargs), prompt)
+        return Trace(Job(self._engine, self, sampling, chat_template_kwargs, gradients), prompt)
 
     def run(
         self,
@@ -86,11 +88,12 @@ class Model(RootValues, ValuePart):
         block: Callable[["Model", Any], Any] | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        gradients: bool = False,
         **sampling: Any,
     ) -> Any:
         """Runs `block(model, t)` beside the model: a Result, a list for several prompts, an iterator for a stream."""
         lifted = None if block is None else Block.from_function(block)
-        return run(Job(self._engine, self, sampling, chat_template_kwargs), prompt, lifted)
+        return run(Job(self._engine, self, sampling, chat_template_kwargs, gradients), prompt, lifted)
 
     async def arun(self, prompt: Any, block: Callable[["Model", Any], Any] | None = None, **arguments: Any) -> Any:
         """`run`, in a thread of its own."""
@@ -220,6 +223,10 @@ def _engine(name: str, model: Any, dtype: Any, device: Any, family: Any, options
         if family is not None:
             raise InvalidRequest("family: the llama engine is one family; leave it out.")
         return LlamaEngine(model, dtype=dtype, device=device, **options)
+    if name == "vllm":
+        from jackfield.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(model, dtype=dtype, device=device, family=family, **options)
     if name in ENGINES:
         raise InvalidRequest(f"The engine {name!r} is not part of this version; write engine='transformers'.")
     raise InvalidRequest(f"There is no engine {name!r}; engines are {', '.join(ENGINES)}.{near(str(name), ENGINES)}")

@@ -9,7 +9,7 @@ from typing import Any
 from jackfield.engines.engine import Engine, Outcome, Request
 from jackfield.engines.prompt import Many, One, Prompt, Stream, parse_prompt, parse_prompts, tokenize
 from jackfield.engines.request import Sampling
-from jackfield.errors import InvalidRequest, TracingError
+from jackfield.errors import InvalidRequest, TracingError, Unavailable
 from jackfield.trace.binding import bind
 from jackfield.trace.capture import Block, Body
 from jackfield.trace.result import Result, letting_go, without_traceback
@@ -25,12 +25,15 @@ class Job:
     model: Any  # the front, which a block function gets as its first argument
     sampling: Mapping[str, Any]
     chat_template_kwargs: Mapping[str, Any] | None = None
+    gradients: bool = False
 
     def request(self, prompt: Prompt, block: Block | None, sampling: Sampling) -> Request:
         """One admitted request."""
+        if self.gradients and self.engine.no_gradients is not None:
+            raise Unavailable(f"gradients=True is not available: {self.engine.no_gradients}.")
         token_ids = tokenize(prompt, self.engine.tokenizer, self.chat_template_kwargs)
         self.engine.admit(token_ids, sampling)
-        return Request(prompt, token_ids, sampling, block, self.model)
+        return Request(prompt, token_ids, sampling, block, self.model, self.gradients)
 
 
 def outcomes(engine: Engine, requests: Iterator[Request]) -> Iterator[Outcome]:
@@ -197,6 +200,12 @@ class Trace:
         """Inside a block: its steps."""
         raise TracingError(
             "t.iter has steps only inside a block: within `with model.trace(prompt)` or `with t.invoke(prompt)`."
+        )
+
+    def gradient(self, loss: Any, values: Any) -> Any:
+        """Inside a block of a trace with `gradients=True`: d `loss` / d each of `values`."""
+        raise TracingError(
+            "t.gradient has a graph only inside a block: within `with model.trace(prompt, gradients=True)`."
         )
 
     def _run_body(self, lifted: _Lifted) -> None:

@@ -10,6 +10,7 @@ from jackfield.engines.engine import Engine, Outcome, Request
 from jackfield.engines.request import Completion, FinishReason, Sampling
 from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Worker
+from jackfield.trace.gradient import in_graph
 from jackfield.trace.tracer import Tracer
 
 
@@ -68,9 +69,11 @@ class Company:
             return None
         device = self._engine.facts.device
         worker = Worker(Rows(row, pad, len(request.prompt_token_ids)), batch_size)
-        tracer = Tracer(worker, device, getattr(request.prompt, "text", None), request.prompt_token_ids)
+        text: str | None = getattr(request.prompt, "text", None)
+        tracer = Tracer(worker, device, text, request.prompt_token_ids, gradients=request.gradients)
         worker.owner, worker.finalize = self._engine, tracer.finalize
-        worker.body = request.block.bind(tracer, device, request.model)
+        body = request.block.bind(tracer, device, request.model)
+        worker.body = in_graph(body) if request.gradients else body
         self.workers[sample], self._tracers[sample] = worker, tracer
         return worker
 

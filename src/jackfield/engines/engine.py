@@ -67,6 +67,8 @@ class Engine(ABC):
     facts: Facts
     tokenizer: Tokenizer | None
     config: Any  # transformers' configuration, whose attributes depend on the family
+    no_gradients: str | None = 'this engine keeps no graph of what is read; engine="llama" does'
+    """Why a trace cannot have gradients; None where it can."""
 
     @abstractmethod
     def admit(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:

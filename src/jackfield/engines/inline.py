@@ -107,7 +107,10 @@ class InlineChannel(Channel):
         self.site = site_of(self.tensor, layer)
 
     def read(self, passing: Passing, worker: Worker, selection: Selection) -> Tensor:
-        view = self._view(passing.tensors[self.tensor], worker)
+        tensor = passing.tensors[self.tensor]
+        if torch.is_grad_enabled() and not self.writable and selection == WHOLE and worker.batch_size == 1:
+            return tensor  # the very node that the model goes on from: a copy cannot be put in its place
+        view = self._view(tensor, worker)
         return (view if selection == WHOLE else view[self._mesh(view, selection)]).clone()
 
     def write(self, passing: Passing, worker: Worker, selection: Selection, value: Tensor) -> None:

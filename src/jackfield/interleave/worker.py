@@ -243,7 +243,9 @@ class Worker:
             return held.value
         self._settle()
         value = self._copy(channel, selection)
-        self._held[id(channel), selection] = _Held(channel, selection, value)
+        held = self._held[id(channel), selection] = _Held(channel, selection, value)
+        if torch.is_grad_enabled() and channel.writable and any(leaf.requires_grad for leaf, _ in held.leaves):
+            self._put(channel, selection, value)  # the model goes on from the copy, so what follows depends on it
         return value
 
     def write(self, channel: Channel, value: Any, selection: Selection = WHOLE) -> None:

@@ -10,15 +10,22 @@ from torch import Tensor
 from jackfield.errors import InvalidRequest, TracingError, UnboundSave, UnknownValue, near
 from jackfield.interleave.worker import Worker
 from jackfield.trace.binding import keep
+from jackfield.trace.gradient import gradient
 
 
 class Tracer:
     """One request as its block sees it."""
 
     def __init__(
-        self, worker: Worker, device: torch.device, prompt: str | None, prompt_token_ids: Sequence[int]
+        self,
+        worker: Worker,
+        device: torch.device,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        *,
+        gradients: bool = False,
     ) -> None:
-        self._worker, self._device = worker, device
+        self._worker, self._device, self._gradients = worker, device, gradients
         self.prompt = prompt
         self.prompt_token_ids = tuple(prompt_token_ids)
         self.saved: dict[str, Any] = {}
@@ -52,6 +59,23 @@ class Tracer:
         if not named:
             raise UnboundSave("t.save() needs a name for what it keeps: t.save(pattern=x).")
         self.saved.update(named)
+
+    def gradient(self, loss: Tensor, values: Any) -> Any:
+        """D `loss` / d each of `values`, which are reads: a tensor for one, a list for several. May be asked again.
+
+        In a trace with `gradients=True`. TracingError for a loss that is not one number of the graph, and for a value
+        that it does not depend on.
+
+        >>> def block(model, t):                                        # doctest: +SKIP
+        ...     stream = model.layers[3].layer_output
+        ...     return t.gradient(model.logits[0, 0, 42], stream)       # [1, t, d_model]
+        """
+        if not self._gradients:
+            raise TracingError(
+                "This trace keeps no graph: write model.trace(prompt, gradients=True), or model.run(..., "
+                "gradients=True)."
+            )
+        return gradient(loss, values)
 
     def stop(self) -> None:
         """Ends the request after this step; no token is forced, and `finish_reason` is "stopped"."""

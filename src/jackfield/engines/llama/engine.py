@@ -35,6 +35,7 @@ class LlamaEngine(InlineEngine):
 
     name = "llama"
     refused = ("prompt_logprobs", "spaces_between_special_tokens")
+    no_gradients = None
 
     def __init__(
         self,

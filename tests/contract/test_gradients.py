@@ -1,0 +1,35 @@
+"""Gradients, where an engine has them; where it has none, that is said before anything runs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import jackfield as jf
+
+
+def loss_of(m: jf.Model) -> torch.Tensor:
+    return (m.logits[0, 0] * torch.linspace(-1, 1, m.vocab_size)).sum()
+
+
+def test_a_gradient_is_the_slope_of_the_loss(model: jf.Model, prompt: list[int]) -> None:
+    """Along a direction, to what float32 shows of it; or the engine says why there is none."""
+
+    def gradient(m: jf.Model, t: Any) -> Any:
+        stream = m.layers[0].layer_output
+        return t.gradient(loss_of(m), stream)
+
+    try:
+        found = model.run(prompt, gradient, gradients=True).returned
+    except jf.Unavailable as error:
+        assert "gradients=True is not available" in str(error)  # noqa: PT017 - one of two right answers
+        return
+
+    def moved(by: float) -> float:
+        def block(m: jf.Model, t: Any) -> Any:
+            m.layers[0].layer_output += by * found / found.norm()
+            return loss_of(m).double()
+
+        return float(model.run(prompt, block).returned)
+
+    assert (moved(1e-2) - moved(-1e-2)) / 2e-2 == pytest.approx(float(found.norm()), rel=1e-2)
