@@ -1,10 +1,9 @@
 """One traced request as a worker process has it: its block, the step it is at, and what is to be done again."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from jackfield.engines.vllm.shipping import Shipment
 from jackfield.interleave.interleaver import Interleaver
@@ -12,6 +11,8 @@ from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Slot, Worker
 from jackfield.trace.tracer import Tracer
+
+RAW_NAMES: Final = frozenset({"input", "inputs", "output"})
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class Companion:
         self.tracer = Tracer(self.worker, device, shipment.prompt, shipment.prompt_token_ids)
         self.worker.owner, self.worker.finalize = engine, self.tracer.finalize
         self.interleaver = Interleaver([self.worker], lambda slot: None, slots)
-        self.input_ids: Tensor | None = None
+        self.raw = bool(shipment.block.names & RAW_NAMES)  # whether it may want what no tap has
         self.worker.body = shipment.block.bind(self.tracer, device, model)
 
     def step_at(self, position: int) -> int:

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from inspect import Signature
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from jackfield.engines.vllm.companion import Companion
 from jackfield.engines.vllm.passing import Rows2
+from jackfield.engines.vllm.raw import RawPassing
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Slot, Worker
 
@@ -46,8 +48,9 @@ class Placed:
 class ForwardPass:
     """The pass that goes on now: taps come here."""
 
-    def __init__(self, host: "Host", clock: int, placed: Sequence[Placed]) -> None:
+    def __init__(self, host: "Host", clock: int, placed: Sequence[Placed], total: int) -> None:
         self.host, self.clock, self.placed = host, clock, placed
+        self.total = total  # rows of the batch, padding included
         self.of: Mapping[Worker, Placed] = {each.companion.worker: each for each in placed}
         self._fresh = {each.companion.worker: each.fresh for each in placed}
 
@@ -91,6 +94,13 @@ class ForwardPass:
         for worker in workers:
             index = self.of[worker].index
             worker.interleaver.resume(worker, Rows2(logits[index : index + 1]))
+
+    def meet_raw(self, slot: Slot, nest: Any, signature: Signature | None) -> None:
+        """What a module was called with, or gave."""
+        slot.passed = self.clock
+        workers, slot.workers = slot.workers, []
+        for worker in workers:
+            worker.interleaver.resume(worker, RawPassing(nest, signature, self._fresh[worker], self.total))
 
     def rows_of(self, worker: Worker) -> slice:
         """A request's rows in the batch."""

@@ -4,7 +4,7 @@ The runner tells of each pass whose rows are where (`rows.py`); taps tell of ten
 rows follow from absolute positions alone, so that nothing here depends on how the scheduler cut a batch.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,11 @@ class Host:
         self.companions[request_id] = companion
         companion.interleaver.start()
 
+    def running(self, request_ids: Iterable[str]) -> list[Companion]:
+        """Those of these requests that have a block which still runs."""
+        found = (self.companions.get(request_id) for request_id in request_ids)
+        return [companion for companion in found if companion is not None and not companion.worker.done]
+
     def end(self, name: str) -> Fate:
         """What became of the block of a request that has ended, by the client's name for it. It is forgotten here."""
         request_id = self._names.pop(name, "")
@@ -85,12 +90,12 @@ class Host:
     # -- passes
 
     @contextmanager
-    def watching(self, rows: Sequence[Row]) -> Generator[None]:
-        """A forward pass over these rows of the batch's requests; the steps it begins end with `settle`."""
+    def watching(self, rows: Sequence[Row], total: int) -> Generator[None]:
+        """A forward pass over these rows of the batch's requests, of `total`; its steps end with `settle`."""
         self.clock += 1
         probed = rows_of(self.recorder, rows)
         placed = of_placed(self.companions, rows)
-        self.now = ForwardPass(self, self.clock, placed) if placed or probed is not None else None
+        self.now = ForwardPass(self, self.clock, placed, total) if placed or probed is not None else None
         if self.recorder is not None:
             self.recorder.rows = probed
         if self.now is None:
@@ -108,7 +113,7 @@ class Host:
         now, self.now = self.now, None
         if self.recorder is not None and self.recorder.rows is not None:
             self.recorder.rows, self.recorder.done = None, True
-        ended = {request_id: "error" for request_id in self.fates}
+        ended = dict.fromkeys(self.fates, "error")
         if now is None:
             return ended
         now.end()

@@ -35,17 +35,19 @@ class Worker(_Base):
         super().initialize_from_config(*args, **kwargs)
         self.jackfield.read_caches()
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.jackfield.stop()
+
     def execute_model(self, scheduler_output: Any) -> Any:
         self.jackfield.arrive(scheduler_output)
-        return self._told(super().execute_model(scheduler_output))
+        return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        return self._told(super().sample_tokens(grammar_output))
-
-    def _told(self, output: Any) -> Any:
-        """The runner's output, and in it which requests end by their blocks."""
-        if output is not None and (ended := self.jackfield.settle()):
-            setattr(output, KEY, ended)
+        """The runner's output, and in it which requests end by their blocks; the logits have been computed by then."""
+        output: Any = super().sample_tokens(grammar_output)
+        if ended := self.jackfield.settle():
+            setattr(_told(output), KEY, ended)
         return output
 
     # -- asked by the client
@@ -69,3 +71,11 @@ class Worker(_Base):
         given: Tensor = pickle.loads(x)
         with torch.inference_mode():
             return pickle.dumps(self.jackfield.project_on_vocab(given.to(self.device), norm=norm).cpu())
+
+
+def _told(output: Any) -> Any:
+    """What the scheduler will get of an output: both runners may wrap it until its tokens are on the host."""
+    for name in ("model_runner_output", "_model_runner_output"):  # V2's, V1's; 0.25 to 0.33
+        if hasattr(output, name):
+            return getattr(output, name)
+    return output

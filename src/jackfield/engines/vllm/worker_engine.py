@@ -13,12 +13,13 @@ from jackfield.engines.vllm.description import Description
 from jackfield.engines.vllm.forward_pass import ForwardPass
 from jackfield.engines.vllm.host import Host
 from jackfield.engines.vllm.op_tap import OpTap
-from jackfield.engines.vllm.rows import FirstRunner
+from jackfield.engines.vllm.raw import Gates, RawChannel
+from jackfield.engines.vllm.rows import runner_of
 from jackfield.engines.vllm.scheduler import KEY
 from jackfield.engines.vllm.served import Served
 from jackfield.engines.vllm.structure import put_taps, read_structure
 from jackfield.engines.vllm.taps import named
-from jackfield.errors import TracingError, Unavailable
+from jackfield.errors import TracingError
 from jackfield.interleave.worker import Channel, Worker
 from jackfield.model import Model
 
@@ -28,7 +29,7 @@ class WorkerEngine(Served):
 
     def __init__(self, runner: Any, vllm_config: Any) -> None:
         self.runner, self.vllm_config = runner, vllm_config
-        self.rows = FirstRunner(runner)
+        self.rows = runner_of(runner)
         self.loaded: nn.Module = runner.get_model()
         self.tree = self.loaded
         paths = {id(module): path for path, module in named(self.loaded).items()}
@@ -37,6 +38,9 @@ class WorkerEngine(Served):
         self.structure = read_structure(self.loaded, self.ops)
         self.host = Host(put_taps(self.loaded, self.structure).all)
         self.compute_logits = self.loaded.compute_logits
+        self._real = False  # whether the pass that goes on is one of the scheduler's, and not a warm-up or a capture
+        self._gates = Gates(self.loaded, self.host)
+        self._raw: dict[tuple[str, str], RawChannel] = {}
         self._op_taps = [
             OpTap(name, layer, paths[id(layer)], op_facts(layer), self.host.slot, self._blocks)
             for name, layer in self.ops.items()
@@ -54,21 +58,33 @@ class WorkerEngine(Served):
     # -- the runner
 
     def arrive(self, scheduler_output: Any) -> None:
-        """A step has been scheduled: traced requests that are new begin."""
+        """A step has been scheduled: traced requests that are new begin, and how the pass is run is settled."""
         for new in scheduler_output.scheduled_new_reqs:
             extra: Mapping[str, Any] = (new.sampling_params and new.sampling_params.extra_args) or {}
             if KEY in extra:
                 self.host.begin(new.req_id, extra[KEY])
+        running = self.host.running(scheduler_output.num_scheduled_tokens)
+        self.rows.eager = bool(running) or self.host.recorder is not None
+        self.rows.uncompiled = any(companion.raw for companion in running)
+        self._real = True
 
     def settle(self) -> Mapping[str, str]:
         """The step is over: requests that end by their blocks, and why."""
+        self._real = False
         return self.host.settle()
 
+    def stop(self) -> None:
+        """The worker is shut down: nothing of vLLM's that outlives it stays wrapped."""
+        self.rows.close()
+
     def _wrap_runner(self) -> None:
-        forward, compute_logits = self.runner._model_forward, self.compute_logits
+        forward, compute_logits = self.loaded.forward, self.compute_logits
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            with self.host.watching(self.rows.rows()):
+            if not self._real:
+                return forward(*args, **kwargs)
+            given = next(each for each in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if each is not None)
+            with self.host.watching(self.rows.rows(), given.shape[0]), self._gates.put_up(self.rows.uncompiled):
                 hidden = forward(*args, **kwargs)
                 self.host.final_norm(hidden)
             return hidden
@@ -78,7 +94,7 @@ class WorkerEngine(Served):
             self.host.logits(logits)
             return logits
 
-        self.runner._model_forward = watched
+        self.loaded.forward = watched
         self.loaded.compute_logits = with_logits
 
     def _blocks(self, layer: str, now: ForwardPass, worker: Worker) -> tuple[list[int], int]:
@@ -104,7 +120,9 @@ class WorkerEngine(Served):
         return self.compute_logits(rows).unflatten(0, x.shape[:-1])
 
     def raw_channel(self, path: str, port: str) -> Channel:
-        raise Unavailable(f"{path}.{port} is not available: raw places are not served on this engine yet.")
+        if (path, port) not in self._raw:
+            self._raw[path, port] = RawChannel(path, port)
+        return self._raw[path, port]
 
     def step_value(self, name: str, worker: Worker) -> Tensor:
         now = self.host.now
