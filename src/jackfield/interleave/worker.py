@@ -161,7 +161,7 @@ class Worker:
         self.interrupt: BaseException | None = None
         self.returned: Any = None
         self.finalize: Callable[[], None] = lambda: None
-        self._held: dict[tuple[int, Selection], _Held] = {}
+        self._held: list[_Held] = []
         self._past: list[_Past] = []
         self._empty: dict[tuple[torch.device, torch.layout], Tensor] = {}
         self._modes = BlockModes()
@@ -238,12 +238,13 @@ class Worker:
     def read(self, channel: Channel, selection: Selection = WHOLE) -> Any:
         """The value of `channel` in the block's step: waits for it, and hands out a private copy."""
         self.reach(channel)
-        held = self._held.get((id(channel), selection))
+        held = self._holding(channel, selection)
         if held is not None:
             return held.value
         self._settle()
         value = self._copy(channel, selection)
-        held = self._held[id(channel), selection] = _Held(channel, selection, value)
+        held = _Held(channel, selection, value)
+        self._held.append(held)
         if torch.is_grad_enabled() and channel.writable and any(leaf.requires_grad for leaf, _ in held.leaves):
             self._put(channel, selection, value)  # the model goes on from the copy, so what follows depends on it
         return value
@@ -253,8 +254,7 @@ class Worker:
         if not channel.writable:
             raise EditMismatch(f"{channel.name} can be read only.")
         self.reach(channel)
-        key = (id(channel), selection)
-        held = self._held.get(key)
+        held = self._holding(channel, selection)
         if held is not None and held.value is value:
             return  # `x.value += y`: the edit was made in place, and is seen when the block moves on
         self._settle()
@@ -300,9 +300,9 @@ class Worker:
         if self.passing is None:
             return
         self._settle()
-        for held in self._held.values():
+        for held in self._held:
             self._leave(held)
-        self._held = {}
+        self._held = []
         self.passing = None
 
     def _wait(self, slot: Slot | None, wanted: str) -> Any:
@@ -324,7 +324,7 @@ class Worker:
 
     def _settle(self) -> None:
         """Writes back what was changed; other copies of the same memory are then out of date, and left behind."""
-        changed = [held for held in self._held.values() if held.changed]
+        changed = [held for held in self._held if held.changed]
         if not changed:
             return
         for held in changed:
@@ -333,10 +333,16 @@ class Worker:
             self._forget(held.channel.memory, but=changed)
 
     def _forget(self, memory: str, but: Sequence[_Held] = ()) -> None:
-        for key, held in list(self._held.items()):
+        for held in list(self._held):
             if held.channel.memory == memory and held not in but:
                 self._leave(held)
-                del self._held[key]
+                self._held.remove(held)
+
+    def _holding(self, channel: Channel, selection: Selection) -> _Held | None:
+        for held in self._held:  # few: what was read of one site
+            if held.channel is channel and held.selection == selection:
+                return held
+        return None
 
     def _leave(self, held: _Held) -> None:
         for leaf, _ in held.leaves:

@@ -29,8 +29,7 @@ class FormulaChannel(Channel):
             rows = rows - self._rows(passing, worker, self.formula.minus)
         if self.formula.factor != 1.0:
             rows = rows * self.formula.factor
-        rows = rows[:, list(selection.tokens)] if selection.tokens is not None else rows
-        return rows.clone()
+        return rows.clone() if selection.tokens is None else rows[:, list(selection.tokens)].clone()
 
     def write(self, passing: Call, worker: Worker, selection: Selection, value: Tensor) -> None:
         rows = self._rows(passing, worker, self.site)
@@ -49,6 +48,8 @@ class FormulaChannel(Channel):
             tensor = tensor[self.formula.stream]
         if self.formula.flat and tensor.ndim == 2:
             tensor = tensor.view(worker.batch_size, -1, tensor.shape[-1])
+        if worker.batch_size == 1 and tensor.shape[0] == 1:
+            return tensor  # all of it: nothing is padded
         return tensor[rows.index : rows.index + 1, rows.tokens(step)]
 
 

@@ -16,6 +16,7 @@ from jackfield.engines.transformers.anatomy import read_anatomy
 from jackfield.engines.transformers.channels import OpInputsChannel, OpOutputChannel, RawChannel
 from jackfield.engines.transformers.decode import Layout, Row, decode
 from jackfield.engines.transformers.dispatch import SWITCHBOARD
+from jackfield.engines.transformers.gates import Gates
 from jackfield.engines.transformers.lens import Lens
 from jackfield.engines.transformers.loading import limits, load
 from jackfield.engines.transformers.run import RAW_NAMES, Run
@@ -66,8 +67,10 @@ class TransformersEngine(Engine):
         refuse_unwitnessed(loaded, self.anatomy, self.serving)
         self.facts = _facts(loaded, self.anatomy.layers)
         self._model: PreTrainedModel | None = loaded
+        self.gates = Gates(loaded, self.anatomy)
         self._lens = Lens(loaded, self.anatomy)
         self._parts: dict[str, Part] = {}
+        self._layers = [Layer(self, layer.path, index) for index, layer in enumerate(self.anatomy.layers)]
         self._raw: dict[tuple[str, str], Channel] = {}
         self.running: Run | None = None
 
@@ -166,7 +169,7 @@ class TransformersEngine(Engine):
         return self._parts[path]
 
     def layer_part(self, layer: int) -> Part:
-        return Layer(self, self.anatomy.layers[layer].path, layer)
+        return self._layers[layer]
 
     def sublayer_path(self, layer: int, which: str) -> str:
         anatomy = self.anatomy.layers[layer]
@@ -207,7 +210,7 @@ class _Execution:
         workers = self.company.workers_of(layout.rows, layout.pads)
         width = len(self.rows[layout.rows[0]].prompt_token_ids) + layout.pads[0]
         engine = self.engine
-        self.run_ = engine.running = Run(engine.model, engine.anatomy, workers, width, self.company.names)
+        self.run_ = engine.running = Run(engine.gates, workers, width, self.company.names)
         self.run_.start()
 
     def finished(self, row: int) -> FinishReason | None:

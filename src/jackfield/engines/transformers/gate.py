@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
-from greenlet import getcurrent
+from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from jackfield.errors import Unavailable
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Port, Site
+from jackfield.interleave.worker import Slot
 
 Around = Callable[["Call"], AbstractContextManager[Any] | None]
 
@@ -79,49 +80,59 @@ def parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
 
 
 class Gate:
-    """The gate of one module in one run."""
+    """The gate of one module: up in a run, away after it, and kept for the next."""
 
-    def __init__(self, interleaver: Interleaver, module: nn.Module, path: str) -> None:
-        self.interleaver, self.module, self.path = interleaver, module, path
-        self.before = interleaver.slot(Site(path, Port.INPUT))
-        self.after = interleaver.slot(Site(path, Port.OUTPUT))
+    def __init__(self, module: nn.Module, path: str, slot: Callable[[Site], Slot]) -> None:
+        self.module, self.path = module, path
+        self.before, self.after = slot(Site(path, Port.INPUT)), slot(Site(path, Port.OUTPUT))
         self.around: Around | None = None
         self.keep_output = False
         self.kept: Any = None
         self.on_enter: Callable[[Call], None] | None = None
         self.on_leave: Callable[[Call], None] | None = None
-        self._replaced = module.__dict__.get("forward")
+        self._interleaver: Interleaver | None = None
+        self._home: greenlet | None = None  # where it looks: elsewhere, and while it is away, calls go through
+        self._replaced: Any = None
         self._forward: Callable[..., Any] = module.forward
+        self._gated = self._made()
 
-    def put_up(self) -> None:
+    def put_up(self, interleaver: Interleaver) -> None:
         """Puts the gate in its module's way. Whoever is to close it knows of it before: an interrupt may follow."""
-        self.module.__dict__["forward"] = self._gated()
+        own = self.module.__dict__
+        self._replaced, self._forward = own.get("forward"), self.module.forward
+        self.before.open = self.after.open = True
+        self._home = interleaver.home
+        self._interleaver = interleaver  # from here on there is something to put back
+        own["forward"] = self._gated
 
     def close(self) -> None:
         """Takes the gate away: the module is as it was. May be done again, where an interrupt ended it."""
+        if self._interleaver is None:
+            return
         if self._replaced is None:
             self.module.__dict__.pop("forward", None)
         else:
             self.module.__dict__["forward"] = self._replaced
-        self.kept = self.around = self.on_enter = self.on_leave = None
-        self._forward = None  # type: ignore[assignment]
+        self._home = self.kept = self.around = self.on_enter = self.on_leave = None
+        self.before.open = self.after.open = self.keep_output = False
+        self._interleaver = None
 
-    def _gated(self) -> Callable[..., Any]:
-        interleaver, before, after, forward = self.interleaver, self.before, self.after, self._forward
-        home = interleaver.home
+    def _made(self) -> Callable[..., Any]:
+        before, after = self.before, self.after
 
         def gated(*args: Any, **kwargs: Any) -> Any:
-            if getcurrent() is not home:
+            interleaver, forward = self._interleaver, self._forward
+            if interleaver is None or getcurrent() is not self._home:
                 return forward(*args, **kwargs)
             if self.on_enter is not None:
                 self.on_enter(Call(self, args, kwargs))
-            before.passed = interleaver.step
+            before.passed = interleaver.clock
             if before.workers:
                 call = Call(self, args, kwargs)
                 interleaver.meet(before, call)
                 args, kwargs = call.args, call.kwargs
             output = forward(*args, **kwargs) if self.around is None else self._listened(forward, args, kwargs)
-            after.passed = interleaver.step
+            after.passed = interleaver.clock
             if after.workers:
                 call = Call(self, args, kwargs, output)
                 interleaver.meet(after, call)
@@ -132,7 +143,8 @@ class Gate:
                 self.on_leave(Call(self, args, kwargs, output))
             return output
 
-        gated.__dict__["__wrapped__"] = forward  # generate reads the signature of the model's forward
+        # generate reads the signature of the model's forward, which is the class's unless it was replaced for good.
+        gated.__dict__["__wrapped__"] = self._forward
         return gated
 
     def _listened(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

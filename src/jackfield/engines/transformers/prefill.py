@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
-ASKED = frozenset({"prepare_inputs_for_generation"})  # what is called here too, so that a class may have its own
+ASKED = ("prepare_inputs_for_generation",)  # what is called here too, where a class has its own
 
 
 def prefills(model: PreTrainedModel) -> bool:
@@ -34,28 +34,29 @@ def greedy_tokens(model: PreTrainedModel, input_ids: Int[Tensor, "row token"], p
 def _arguments(model: PreTrainedModel, input_ids: Tensor, pads: Sequence[int]) -> dict[str, Any]:
     parameters = _parameters(type(model))
     assert parameters is not None
-    mask = _mask(input_ids, pads) if any(pads) else None
-    given: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
-    given["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
+    rows, width = input_ids.shape
+    given: dict[str, Any] = {"past_key_values": DynamicCache(config=model.config.get_text_config(decoder=True))}
+    if any(pads):
+        mask = [[0] * pad + [1] * (width - pad) for pad in pads]
+        given["attention_mask"] = torch.tensor(mask, device=input_ids.device)
     if "position_ids" in parameters:
-        given["position_ids"] = _positions(input_ids, mask)
+        given["position_ids"] = _positions(rows, width, pads).to(input_ids.device)
     if "logits_to_keep" in parameters:
         given["logits_to_keep"] = 1
+    if not _own(type(model), *ASKED):
+        return {"input_ids": input_ids, **given, "use_cache": True}
     return cast("Any", model).prepare_inputs_for_generation(
-        input_ids, next_sequence_length=input_ids.shape[1], is_first_iteration=True, **given
+        input_ids, next_sequence_length=width, is_first_iteration=True, use_cache=True, **given
     )
 
 
-def _mask(input_ids: Tensor, pads: Sequence[int]) -> Tensor:
-    first = torch.tensor(pads, device=input_ids.device)[:, None]
-    return (torch.arange(input_ids.shape[1], device=input_ids.device) >= first).long()
-
-
-def _positions(input_ids: Tensor, mask: Tensor | None) -> Tensor:
+def _positions(rows: int, width: int, pads: Sequence[int]) -> Tensor:
     """Counted from each row's first token; in padding 0."""
-    if mask is None:
-        return torch.arange(input_ids.shape[1], device=input_ids.device).repeat(input_ids.shape[0], 1)
-    return (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    if any(pads):
+        return torch.tensor([[0] * pad + list(range(width - pad)) for pad in pads])
+    return torch.tensor(
+        [list(range(width))] * rows
+    )  # as the ids are made: another operation would have to be warmed up
 
 
 @lru_cache(maxsize=256)
@@ -70,6 +71,7 @@ def _parameters(kind: type[PreTrainedModel]) -> frozenset[str] | None:
     return parameters if plain else None
 
 
+@lru_cache(maxsize=16384)
 def _own(kind: type[PreTrainedModel], name: str) -> bool:
     """Whether a class has another attribute than GenerationMixin. Through __dict__: access binds class methods."""
     found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)

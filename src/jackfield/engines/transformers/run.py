@@ -5,18 +5,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from jackfield.engines.transformers.beside import Masks
 from jackfield.engines.transformers.dispatch import SWITCHBOARD
 from jackfield.engines.transformers.gate import Call, Gate
+from jackfield.engines.transformers.gates import AFTER_THE_OP, Gates
 from jackfield.engines.transformers.listening import listen, listen_projection
 from jackfield.engines.transformers.tap import AttentionTap
 from jackfield.interleave.interleaver import Interleaver
-from jackfield.interleave.site import Port, Site
+from jackfield.interleave.site import Port
 from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Slot, Worker
-from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Formula, Missing, Projection
+from jackfield.values.anatomy import AttentionAnatomy, Missing, Projection
 from jackfield.values.attention import AttentionValues
 from jackfield.values.tree import named_modules
 from jackfield.values.value import declared
@@ -25,37 +25,26 @@ RAW_NAMES = frozenset({"input", "inputs", "output"})
 # What a block reads through these does not stand in its code.
 DYNAMIC_NAMES = frozenset({"getattr", "attrgetter", "read"})
 PREROTARY = frozenset({"attention_queries_prerotary", "attention_keys_prerotary"})
-AFTER_THE_OP = frozenset({"attention_premix", "attention_head_results"})
 OF_THE_OP = frozenset(value.name for value in declared(AttentionValues)) - AFTER_THE_OP | {"attn"}
 
 
 class Run:
     """The interleaver of one batch, and what it has put up in the model."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        anatomy: Anatomy,
-        workers: Sequence[Worker],
-        padded_length: int,
-        names: frozenset[str],
-    ) -> None:
-        self.model, self.anatomy, self.padded_length = model, anatomy, padded_length
-        self.interleaver = Interleaver(workers, self._open)
+    def __init__(self, gates: Gates, workers: Sequence[Worker], padded_length: int, names: frozenset[str]) -> None:
+        self.anatomy, self.padded_length = gates.anatomy, padded_length
+        self.interleaver = Interleaver(workers, self._open, gates.slots)
         self.batch_size = workers[0].batch_size if workers else 1
         self.masks = Masks()
         self.input_ids: Tensor | None = None
         self.cache: Any = None
-        self._gates: dict[str, Gate] = {}
-        self._modules = named_modules(model) if names & RAW_NAMES else {}
-        self._taps = {
-            layer.attention.path: AttentionTap(self, layer.attention)
-            for layer in anatomy.layers
-            if isinstance(layer.attention, AttentionAnatomy)
-        }
+        self._gates = gates
+        self._up: dict[str, Gate] = {}
+        self._opened: list[Slot] = []
+        self._keeping: list[Gate] = []
+        self._taps: dict[str, AttentionTap] = {}
         self._connected: dict[nn.Module, AttentionTap] = {}
         self._names = names
-        self._listens = False
 
     @property
     def rows(self) -> list[Rows]:
@@ -65,9 +54,9 @@ class Run:
     def start(self) -> None:
         """Runs every block up to what it first waits for, and puts up gates if one waits."""
         self.interleaver.start()
-        root = self._gate("")
-        root.on_enter, root.on_leave = self._begin, self._end
         if self.interleaver.alive:
+            root = self._gate("")
+            root.on_enter, root.on_leave = self._begin, self._end
             self._put_up()
 
     def close(self) -> None:
@@ -80,9 +69,11 @@ class Run:
         finally:
             SWITCHBOARD.disconnect(self._connected)
             self._connected = {}
-            for gate in reversed(self._gates.values()):
+            for gate in reversed(self._up.values()):
                 gate.close()  # the last first: a module that has two paths has two gates
-            self._gates.clear()
+            for slot in self._opened:
+                slot.open = False
+            self._up.clear()
             self._taps.clear()
             self.masks.clear()
             self.cache = self.input_ids = None
@@ -97,67 +88,67 @@ class Run:
 
     def kept(self, anatomy: AttentionAnatomy) -> dict[str, Tensor]:
         """The projections of this step that were kept for their pre-rotary heads."""
+        if not self._keeping:
+            return {}
         paths = {projection.site.path for projection in projections(anatomy)}
-        gates = [self._gates[path] for path in paths if path in self._gates]
-        return {gate.path: gate.kept for gate in gates if gate.kept is not None}
+        return {gate.path: gate.kept for gate in self._keeping if gate.path in paths and gate.kept is not None}
 
     def _put_up(self) -> None:
-        """Gates on whatever holds other modules: one put up while its module runs would not see it leave."""
-        containers = [
-            path for layer in self.anatomy.layers for path in (layer.path, layer.attention_path, layer.mlp_path)
-        ]
-        for path in dict.fromkeys(path for path in (*containers, *self._modules) if path):
+        """Gates and taps where values pass that blocks may read: a read that comes too late is then seen to."""
+        for path in self._gates.containers:
             self._gate(path)
+        if self._names & RAW_NAMES:
+            for path in named_modules(self._gates.model):
+                self._gate(path)
         unnamed = bool(self._names & DYNAMIC_NAMES)
-        for site in self._sites(unnamed):
-            self._open(self.interleaver.slot(site))
-        if unnamed or self._names & PREROTARY:
-            for tap in self._taps.values():
-                self._keep_projections(tap.anatomy)
-        if not self._listens and (unnamed or self._names & OF_THE_OP):
+        sites = self._gates.sites
+        for name in sites if unnamed else sites.keys() & self._names:
+            for site in sites[name]:
+                self._open(self.interleaver.slot(site))
+        if unnamed or self._names & OF_THE_OP:
             self._listen()
+        if unnamed or self._names & PREROTARY:
+            for attention in self._attentions():
+                self._keep_projections(attention)
 
-    def _sites(self, unnamed: bool) -> Iterator[Site]:
-        """Where values pass that blocks may read: looked at from the start, a read that comes too late is seen to."""
-        for values in (self.anatomy.values, *(layer.values for layer in self.anatomy.layers)):
-            for name, formula in values.items():
-                if isinstance(formula, Formula) and (unnamed or name in self._names):
-                    yield formula.site
-        for tap in self._taps.values():
-            projection = tap.anatomy.output_projection
-            if projection is not None and (unnamed or self._names & AFTER_THE_OP):
-                yield Site(projection, Port.INPUT)
+    def _attentions(self) -> Iterator[AttentionAnatomy]:
+        attentions = (layer.attention for layer in self.anatomy.layers)
+        return (attention for attention in attentions if isinstance(attention, AttentionAnatomy))
 
     def _begin(self, call: Call) -> None:
         self.input_ids = call.argument("input_ids")
         self.cache = call.argument("past_key_values")
         for tap in self._taps.values():
             tap.calls = 0
-        self.interleaver.begin(self.interleaver.step + 1)
+        self._gates.clock += 1
+        self.interleaver.begin(self.interleaver.step + 1, self._gates.clock)
 
     def _end(self, call: Call) -> None:
         self.interleaver.end()
         self.masks.clear()
-        for gate in self._gates.values():
+        for gate in self._keeping:
             gate.kept = None
 
     def _open(self, slot: Slot) -> None:
         """A block waits at a site that nothing looks at yet."""
+        self._opened.append(slot)
         port, path = slot.site.port, slot.site.path
         if port in (Port.INPUT, Port.OUTPUT):
             self._gate(path)
         elif port is Port.PROJECT:
             self._gate(path).around = self._around_router(slot)
-        elif not self._listens:
+        else:
             self._listen()
         if port is Port.ATTEND and "prerotary" in "".join(worker.wanted for worker in self.interleaver.workers):
             self._keep_projections(self._taps[path].anatomy)
 
     def _listen(self) -> None:
         """Has every attention op of the model tell its tap first."""
-        self._listens = True
-        for tap in self._taps.values():
-            gate = self._gate(tap.anatomy.path)
+        if self._taps:
+            return
+        self._taps = {attention.path: AttentionTap(self, attention) for attention in self._attentions()}
+        for path, tap in self._taps.items():
+            gate = self._gate(path)
             if tap.anatomy.dispatched:
                 self._connected[gate.module] = tap
             else:
@@ -182,7 +173,7 @@ class Run:
 
     def _around_router(self, slot: Slot) -> Any:
         def project(logits: Tensor) -> Tensor | None:
-            slot.passed = self.interleaver.step
+            slot.passed = self.interleaver.clock
             passing = Call(self._gate(slot.site.path), (), {}, logits)
             version = logits._version
             self.interleaver.meet(slot, passing)
@@ -191,21 +182,32 @@ class Run:
         def around(call: Call) -> AbstractContextManager[Any] | None:
             if slot.workers:
                 return listen_projection(call.gate.module, project)
-            slot.passed = self.interleaver.step
+            slot.passed = self.interleaver.clock
             return None
 
         return around
 
     def _keep_projections(self, anatomy: AttentionAnatomy) -> None:
         for projection in projections(anatomy):
-            self._gate(projection.site.path).keep_output = True
+            gate = self._gate(projection.site.path)
+            if not gate.keep_output:
+                gate.keep_output = True
+                self._keeping.append(gate)
 
     def _gate(self, path: str) -> Gate:
-        if path not in self._gates:
-            gate = self._gates[path] = Gate(self.interleaver, self.model.get_submodule(path), path)
-            gate.put_up()
-            gate.before.open = gate.after.open = True
-        return self._gates[path]
+        """The gate of a module, put up with those of the modules around it."""
+        gate = self._up.get(path)
+        if gate is None:
+            for above in self._gates.above(path):
+                if above not in self._up:
+                    self._put_up_at(above)
+            gate = self._put_up_at(path)
+        return gate
+
+    def _put_up_at(self, path: str) -> Gate:
+        gate = self._up[path] = self._gates.gate(path)
+        gate.put_up(self.interleaver)
+        return gate
 
 
 def projections(anatomy: AttentionAnatomy) -> list[Projection]:

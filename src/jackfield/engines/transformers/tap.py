@@ -110,7 +110,7 @@ class AttentionTap:
         slots = self.slots(self.calls)
         self._inline = call = Inline(q, k, v, *self._place)
         self._equip(call)
-        slots[0].passed = self.run.interleaver.step
+        slots[0].passed = self.run.interleaver.clock
         self.run.interleaver.meet(slots[0], call)
         changed = [new if new is not old else None for new, old in ((call.q, q), (call.k, k), (call.v, v))]
         return changed[0], changed[1], changed[2]
@@ -120,7 +120,7 @@ class AttentionTap:
         call, slot = self._inline, self.slots(self.calls)[1]
         call.arrive(scores)
         call.remember_mask(self.run.rows)
-        slot.passed = self.run.interleaver.step
+        slot.passed = self.run.interleaver.clock
         self.run.interleaver.meet(slot, call)
         return call.depart()
 
@@ -129,7 +129,7 @@ class AttentionTap:
         call, slot = self._inline, self.slots(self.calls)[2]
         call.arrive(pattern)
         call.after_softmax(self.run.rows)
-        slot.passed = self.run.interleaver.step
+        slot.passed = self.run.interleaver.clock
         self.run.interleaver.meet(slot, call)
         return call.depart()
 
@@ -138,7 +138,7 @@ class AttentionTap:
         call, slot = self._inline, self.slots(self.calls)[3]
         self.calls += 1
         call.outputs = z.clone()
-        slot.passed = self.run.interleaver.step
+        slot.passed = self.run.interleaver.clock
         version = call.outputs._version
         self.run.interleaver.meet(slot, call)
         return call.outputs if call.outputs._version != version else None
@@ -151,11 +151,11 @@ class AttentionTap:
 
     def _mark(self, slots: list[Slot]) -> None:
         for slot in slots:
-            slot.passed = self.run.interleaver.step
+            slot.passed = self.run.interleaver.clock
 
     def _offer(self, slots: list[Slot], call: AttentionCall) -> None:
         for slot in slots[:3]:
-            slot.passed = self.run.interleaver.step
+            slot.passed = self.run.interleaver.clock
             if slot.workers:
                 self.run.interleaver.meet(slot, call)
 
@@ -163,7 +163,7 @@ class AttentionTap:
         assert call.outputs is not None
         if call.edited:
             call.overwrite(call.outputs)
-        slots[3].passed = self.run.interleaver.step
+        slots[3].passed = self.run.interleaver.clock
         if slots[3].workers:
             self.run.interleaver.meet(slots[3], call)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from jackfield.engines.transformers.gates import Gates
 from jackfield.engines.transformers.run import DYNAMIC_NAMES, OF_THE_OP, Run
 from jackfield.engines.transformers.serving import Serving
 from jackfield.errors import JackfieldError
@@ -38,7 +39,7 @@ def refuse_unwitnessed(model: PreTrainedModel, anatomy: Anatomy, serving: Servin
     workers = {number: _worker(serving, number, attention) for number, attention in attending.items()}
     if not workers:
         return
-    _run(model, anatomy, list(workers.values()))
+    _run(Gates(model, anatomy), list(workers.values()))
     for number, worker in workers.items():
         error, worker.error = worker.error, None
         for name in _unwitnessed(error):
@@ -55,10 +56,11 @@ def _unwitnessed(error: Exception | None) -> Sequence[str]:
     raise error
 
 
-def _run(model: PreTrainedModel, anatomy: Anatomy, workers: list[Worker]) -> None:
+def _run(gates: Gates, workers: list[Worker]) -> None:
+    model = gates.model
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.arange(3, 3 + TOKENS + 1, device=model.device)[None] % vocabulary
-    run = Run(model, anatomy, workers, TOKENS, DYNAMIC_NAMES)
+    run = Run(gates, workers, TOKENS, DYNAMIC_NAMES)
     try:
         try:
             run.start()

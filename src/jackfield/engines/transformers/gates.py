@@ -1,0 +1,102 @@
+"""What one model keeps from run to run: a gate for each module that blocks have looked at, and where each name passes.
+
+Between runs no gate is up. In a run they are put up where a block in flight can want them, and above that: whoever
+stands at a module stands inside of all that hold it, and may go on to wait for their ends, which a gate put up while
+its module runs would not see.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from jackfield.engines.transformers.gate import Gate
+from jackfield.interleave.site import Port, Site
+from jackfield.interleave.worker import Slot
+from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Formula, LayerAnatomy
+
+AFTER_THE_OP = frozenset({"attention_premix", "attention_head_results"})
+
+
+class Gates:
+    """The gates of one model, the table of its slots, and how many forward passes they have seen."""
+
+    def __init__(self, model: PreTrainedModel, anatomy: Anatomy) -> None:
+        self.model, self.anatomy = model, anatomy
+        self.slots: dict[Site, Slot] = {}
+        self.clock = 0
+        self._made: dict[str, Gate] = {}
+        self._above: dict[str, tuple[str, ...]] = {}
+
+    def gate(self, path: str) -> Gate:
+        """The gate of the module that stands at `path` now."""
+        module, made = self._module(path), self._made.get(path)
+        if made is None or made.module is not module:
+            made = self._made[path] = Gate(module, path, self._slot)
+        return made
+
+    def above(self, path: str) -> tuple[str, ...]:
+        """The paths of the modules that hold this one, without those that are never called, such as a ModuleList."""
+        if path not in self._above:
+            names = path.split(".")
+            paths = [".".join(names[:end]) for end in range(1, len(names))]
+            self._above[path] = tuple(each for each in paths if _is_called(self._module(each)))
+        return self._above[path]
+
+    @cached_property
+    def sites(self) -> Mapping[str, tuple[Site, ...]]:
+        """Where values pass outside of the attention op, by their names."""
+        found: dict[str, list[Site]] = {}
+        for name, site in self._named_sites():
+            found.setdefault(name, []).append(site)
+        return {name: tuple(sites) for name, sites in found.items()}
+
+    @cached_property
+    def containers(self) -> tuple[str, ...]:
+        """What has to be gated ahead of time: nothing, where the model calls each module inside of those that hold it.
+
+        Where a module stands in two places, or a layer uses what stands outside of it, every block and sublayer.
+        """
+        layers = self.anatomy.layers
+        if not self._shares_modules and all(_keeps_to_itself(layer) for layer in layers):
+            return ()
+        paths = (path for layer in layers for path in (layer.path, layer.attention_path, layer.mlp_path))
+        return tuple(dict.fromkeys(path for path in paths if path))
+
+    @property
+    def _shares_modules(self) -> bool:
+        def count(*, once: bool) -> int:
+            return len(list(self.model.named_modules(remove_duplicate=once)))
+
+        return count(once=True) != count(once=False)
+
+    def _named_sites(self) -> Iterator[tuple[str, Site]]:
+        for values in (self.anatomy.values, *(layer.values for layer in self.anatomy.layers)):
+            yield from ((name, formula.site) for name, formula in values.items() if isinstance(formula, Formula))
+        for layer in self.anatomy.layers:
+            projection = getattr(layer.attention, "output_projection", None)  # a Missing has none
+            if projection is not None:
+                yield from ((name, Site(projection, Port.INPUT)) for name in AFTER_THE_OP)
+
+    def _slot(self, site: Site) -> Slot:
+        return self.slots.setdefault(site, Slot(site))
+
+    def _module(self, path: str) -> nn.Module:
+        """`get_submodule`, a tenth as long."""
+        module: nn.Module = self.model
+        for name in path.split(".") if path else ():
+            module = vars(module)["_modules"][name]
+        return module
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _keeps_to_itself(layer: LayerAnatomy) -> bool:
+    paths: list[str | None] = [layer.attention_path, layer.mlp_path]
+    paths += [formula.site.path for formula in layer.values.values() if isinstance(formula, Formula)]
+    if isinstance(layer.attention, AttentionAnatomy):
+        paths += [layer.attention.path, layer.attention.output_projection]
+    return all(path is None or f"{path}.".startswith(f"{layer.path}.") for path in paths)
