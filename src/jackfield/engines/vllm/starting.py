@@ -29,10 +29,7 @@ def start(model: Any, *, dtype: Any, device: Any, family: Any, options: Mapping[
             raise InvalidRequest(f"{name} is set by jackfield.")
     from vllm import LLM
 
-    salt = {
-        "jackfield": importlib.metadata.version("jackfield")
-    }  # compiled code holds our taps: it gets a name of its own
-    given = {**options, "additional_config": {**options.get("additional_config", {}), **salt}}
+    given = {**options, "additional_config": {**options.get("additional_config", {}), "jackfield": _salt()}}
     try:
         return LLM(
             str(model),

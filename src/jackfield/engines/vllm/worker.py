@@ -4,24 +4,22 @@ Nothing of vLLM is patched: the runner's own methods are wrapped on the instance
 jackfield started. An engine that was started otherwise has no such worker.
 """
 
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
-from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 
+from jackfield.engines.vllm.answers import PROOF, Lender, unsendable
 from jackfield.engines.vllm.companion import Fate
-from jackfield.engines.vllm.description import Description
 from jackfield.engines.vllm.scheduler import KEY
+from jackfield.engines.vllm.shipping import loads
 from jackfield.engines.vllm.worker_engine import WorkerEngine
 
-if TYPE_CHECKING:
-    _Base = GPUWorker
+if TYPE_CHECKING or not current_platform.is_cpu():
+    from vllm.v1.worker.gpu_worker import Worker as _Base
 else:
-    _Base = CPUWorker if current_platform.is_cpu() else GPUWorker
+    from vllm.v1.worker.cpu_worker import CPUWorker as _Base  # of which nothing may be imported beside a GPU
 
 
 class Worker(_Base):
@@ -29,6 +27,7 @@ class Worker(_Base):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        self._lender = Lender()
         self.jackfield = WorkerEngine(self.model_runner, self.vllm_config)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
@@ -54,23 +53,45 @@ class Worker(_Base):
 
     def jackfield_describe(self) -> bytes:
         """The Description, once the probe has run."""
-        description: Description = self.jackfield.describe()
-        return pickle.dumps(description)
+        return self._answer(self.jackfield.describe())
 
-    def jackfield_end(self, names: list[str]) -> bytes:
-        """The Fates of requests that have ended."""
-        fates: list[Fate] = [self.jackfield.host.end(name) for name in names]
-        return pickle.dumps(fates)
+    def jackfield_proof(self) -> bytes:
+        """An anonymous file of this process, for the client to find out whether it can see it."""
+        return self._answer(self._lender.lend([memoryview(PROOF)]))
+
+    def jackfield_end(self, names: list[str], lending: bool) -> bytes:
+        """The Fates of requests that have ended, each as an answer of its own."""
+        host = self.jackfield.host
+        return self._answer([self._sent(host.end(name), lending=lending) for name in names])
+
+    def jackfield_drop(self, names: list[str]) -> None:
+        """Nobody waits for these requests any more."""
+        for name in names:
+            self.jackfield.host.drop(name)
+
+    def jackfield_release(self, descriptors: list[int]) -> None:
+        """The client has mapped these files."""
+        self._lender.release(descriptors)
 
     def jackfield_held(self) -> bytes:
         """What is alive here."""
-        return pickle.dumps(dict(self.jackfield.host.held))
+        return self._answer({**self.jackfield.host.held, "files": len(self._lender)})
 
     def jackfield_project(self, x: bytes, norm: bool) -> bytes:
         """`project_on_vocab` of a tensor, as a tensor on the CPU."""
-        given: Tensor = pickle.loads(x)
+        given: Tensor = loads(x, self.jackfield, self.jackfield.host.model)
         with torch.inference_mode():
-            return pickle.dumps(self.jackfield.project_on_vocab(given.to(self.device), norm=norm).cpu())
+            return self._answer(self.jackfield.project_on_vocab(given.to(self.device), norm=norm).cpu())
+
+    def _answer(self, value: Any, *, lending: bool = False) -> bytes:
+        return self._lender.answer(value, self.jackfield, self.jackfield.host.model, lending=lending)
+
+    def _sent(self, fate: Fate, *, lending: bool) -> bytes:
+        """A Fate on its way; one that cannot be sent becomes an error that says so."""
+        try:
+            return self._answer(fate, lending=lending)
+        except Exception as error:
+            return self._answer(Fate(error=unsendable(fate, error)))
 
 
 def _told(output: Any) -> Any:
