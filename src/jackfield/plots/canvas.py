@@ -18,7 +18,7 @@ _WEAK, _MIDDLE, _STRONG = "#e9eff7", "#4f8fc9", "#0b2e5c"
 
 LABEL_POINTS = 9.0
 _TITLE_POINTS = 12.0
-_INSTALL = "pip install 'jackfield[plots]'"
+_INSTALL = "pip install matplotlib"
 
 
 def new_figure(width_inches: float, height_inches: float) -> "Figure":

