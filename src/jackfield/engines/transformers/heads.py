@@ -60,9 +60,9 @@ def _find(block: Block, call: Call, heads: Tensor, clip: float | None, *, is_sor
         return None
     projection = Projection(Site(call.path, Port.OUTPUT), width, heads_axis=axis, clip=clip)
     pieces = (tensor if clip is None else tensor.clamp(-clip, clip)).reshape(block.tokens, -1, width)
-    order = _places(pieces[0], heads[:, 0], block.dtype, is_sorted=is_sorted)
-    placed = None if order is None else _placed(projection, order, pieces.shape[1])
-    return None if placed is None or call.result is None else _with_factor(placed, call.result, heads)
+    order = places(pieces[0], heads[:, 0], block.dtype, is_sorted=is_sorted)
+    found = None if order is None else placed(projection, order, pieces.shape[1])
+    return None if found is None or call.result is None else _with_factor(found, call.result, heads)
 
 
 def _heads_axis(block: Block, seen: Seen | None) -> tuple[int | None, Tensor | None]:
@@ -79,7 +79,7 @@ def _heads_axis(block: Block, seen: Seen | None) -> tuple[int | None, Tensor | N
     return None, None
 
 
-def _places(pieces: Tensor, heads: Tensor, dtype: torch.dtype, *, is_sorted: bool) -> list[int] | None:
+def places(pieces: Tensor, heads: Tensor, dtype: torch.dtype, *, is_sorted: bool) -> list[int] | None:
     """Which of `pieces` [piece, width] points where each of `heads` [head, width] does; None unless all are found."""
     if is_sorted:
         pieces, heads = pieces.sort(dim=-1).values, heads.sort(dim=-1).values
@@ -89,7 +89,7 @@ def _places(pieces: Tensor, heads: Tensor, dtype: torch.dtype, *, is_sorted: boo
     return _integers(best.indices) if bool((best.values > 1 - inexact).all()) else None
 
 
-def _placed(projection: Projection, order: list[int], pieces: int) -> Projection | None:
+def placed(projection: Projection, order: list[int], pieces: int) -> Projection | None:
     """`projection` with the cut whose heads are the pieces `order`, of `pieces` in a row; None where there is none."""
     repeat = next((n for n, (one, other) in enumerate(pairwise(order), 1) if one != other), len(order))
     distinct = order[::repeat]

@@ -13,12 +13,16 @@ from torch import Tensor
 
 from jackfield.engines.transformers.attention_call import NEGATIVE_INFINITY
 from jackfield.engines.transformers.beside import Beside, Masks
+from jackfield.engines.transformers.heads import cut
 from jackfield.errors import Unavailable
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Channel, Selection, Worker
+from jackfield.values.anatomy import Projection
 
 Gather = Callable[[], tuple[Tensor, Tensor]]
+Before = Callable[[Site], Tensor | None]
+"""A site to the request's rows of what was kept there, [token, width]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,10 @@ class PagedAttention:
         own: tuple[Tensor, Tensor, Tensor],
         gather: Gather,
         refusal: str | None,
+        before: Before,
     ) -> None:
         self.own = dict(zip("qkv", own, strict=True))
+        self.before = before
         self.edited: set[str] = set()  # of "q", "k", "v"
         self.outputs: Tensor | None = None
         self._facts, self._rows, self._step = facts, rows, step
@@ -154,9 +160,9 @@ class PagedAttention:
 class OperandChannel(Channel):
     """Queries, keys or values as the attention op receives them: this step's rows, [1, heads, token, width]."""
 
-    def __init__(self, name: str, op: str, which: str) -> None:
-        self.name, self.which, self.writable = name, which, True
-        self.memory = f"{op}.{which}"
+    def __init__(self, name: str, op: str, which: str, *, writable: bool = True) -> None:
+        self.name, self.which, self.writable = name, which, writable
+        self.memory = f"{op}.{which}" if writable else name
         self.site = Site(op, Port.ATTEND)
 
     def read(self, passing: PagedAttention, worker: Worker, selection: Selection) -> Tensor:
@@ -167,6 +173,25 @@ class OperandChannel(Channel):
         rows = passing.own[self.which]
         rows[_mesh(rows, selection)] = value[0].transpose(0, 1)
         passing.edit(self.which)
+
+
+class PrerotaryChannel(Channel):
+    """Queries or keys before the rotary embedding, [1, heads, token, d_head]: a cut of what was kept."""
+
+    def __init__(self, name: str, op: str, projection: Projection) -> None:
+        self.name = self.memory = name
+        self.writable, self.projection = False, projection
+        self.site = Site(op, Port.ATTEND)
+
+    def read(self, passing: PagedAttention, worker: Worker, selection: Selection) -> Tensor:
+        kept = passing.before(self.projection.site)
+        if kept is None:
+            raise Unavailable(f"{self.name} passes before it was asked for; name it in the block so that it is kept.")
+        heads = cut(kept[None], self.projection)
+        if selection.heads is not None:
+            heads = heads[:, list(selection.heads)]
+        picked = heads if selection.tokens is None else heads[:, :, list(selection.tokens)]
+        return picked.clone(memory_format=torch.contiguous_format)
 
 
 class CachedChannel(Channel):

@@ -13,6 +13,8 @@ from jackfield.interleave.worker import Slot, Worker
 from jackfield.trace.tracer import Tracer
 
 RAW_NAMES: Final = frozenset({"input", "inputs", "output"})
+PREROTARY: Final = frozenset({"attention_queries_prerotary", "attention_keys_prerotary"})
+DYNAMIC_NAMES: Final = frozenset({"getattr", "attrgetter", "read"})  # by which a block may read what it does not name
 
 
 @dataclass(slots=True)
@@ -38,6 +40,8 @@ class Companion:
         self.worker.owner, self.worker.finalize = engine, self.tracer.finalize
         self.interleaver = Interleaver([self.worker], lambda slot: None, slots)
         self.raw = bool(shipment.block.names & RAW_NAMES)  # whether it may want what no tap has
+        self.names_early = bool(shipment.block.names & PREROTARY)  # whether it wants what passes before it is asked for
+        self.early = self.names_early or bool(shipment.block.names & DYNAMIC_NAMES)  # whether it may want that
         self.worker.body = shipment.block.bind(self.tracer, device, model)
 
     def step_at(self, position: int) -> int:

@@ -8,19 +8,22 @@ from torch import Tensor
 
 from jackfield.engines.engine import Facts
 from jackfield.engines.transformers.channels import HeadOutputsChannel, ScoresChannel
-from jackfield.engines.vllm.attention import CachedChannel, OpFacts, OperandChannel, op_facts
+from jackfield.engines.vllm.attention import CachedChannel, OperandChannel, OpFacts, PrerotaryChannel, op_facts
 from jackfield.engines.vllm.description import Description, LayerDescription
+from jackfield.engines.vllm.embedding import has_scaled_embedding
 from jackfield.engines.vllm.host import FINAL_NORM, LOGITS
 from jackfield.engines.vllm.passing import (
     HeadResultsChannel,
     HeadsChannel,
     LogitsChannel,
-    PrerotaryChannel,
     StreamChannel,
 )
-from jackfield.engines.vllm.reading import LayerReading, Seen, Stream, Tolerance, halves, read_layer
+from jackfield.engines.vllm.prerotary import find_heads, is_rotated
+from jackfield.engines.vllm.reading import LayerReading, Stream, halves, read_layer
+from jackfield.engines.vllm.seen import Seen, Tolerance
 from jackfield.engines.vllm.structure import BlockStructure
 from jackfield.engines.vllm.taps import named
+from jackfield.engines.vllm.witness import disagreement
 from jackfield.errors import UnsupportedModel
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Channel
@@ -29,9 +32,7 @@ from jackfield.values.anatomy import AttentionAnatomy, Missing
 if TYPE_CHECKING:
     from jackfield.engines.vllm.worker_engine import WorkerEngine
 
-NO_ROTARY_MODULE = (
-    "this model's rotary embedding is no module that the layer has for itself, so what comes before it does not pass"
-)
+NO_HEADS = "no module of this attention gives these before the rotary embedding"
 Found = Channel | str
 
 
@@ -40,17 +41,17 @@ class Describer:
 
     def __init__(self, engine: "WorkerEngine", seen: Sequence[Seen]) -> None:
         self.engine, self.seen = engine, seen
+        self.of = {each.site: each for each in seen}  # in the order of the pass
         self.modules = named(engine.loaded)
         config: Any = engine.runner.model_config
         self.dtype: torch.dtype = config.dtype
-        near = Tolerance.of(self.dtype)
-        summed = halves(engine.structure, seen, self._renorm, near)
+        self.near = Tolerance.of(self.dtype)
+        summed = halves(engine.structure, seen, self._renorm, self.near)
         blocks = engine.structure.blocks
-        heard = {each.site for each in seen}
-        dead = [block.path for block in blocks if Site(block.path, Port.OUTPUT) not in heard]
+        dead = [block.path for block in blocks if Site(block.path, Port.OUTPUT) not in self.of]
         if dead:
             raise UnsupportedModel(f"The taps of {', '.join(dead)} were not heard in the probe.")
-        self.readings = [read_layer(block, seen, near, summed=summed) for block in blocks]
+        self.readings = [read_layer(block, seen, self.near, summed=summed) for block in blocks]
         self.found: Mapping[tuple[str, int | None], Found] = {
             **{(name, None): channel for name, channel in self._root().items()},
             **{
@@ -63,6 +64,10 @@ class Describer:
     def channels(self) -> Mapping[tuple[str, int | None], Channel]:
         """What serves each name that is served."""
         return {key: found for key, found in self.found.items() if isinstance(found, Channel)}
+
+    def early(self) -> frozenset[Site]:
+        """What passes before the attention op and is asked for there."""
+        return frozenset(found.projection.site for found in self.found.values() if isinstance(found, PrerotaryChannel))
 
     def description(self) -> Description:
         """What a client is told."""
@@ -93,15 +98,36 @@ class Describer:
     # -- channels
 
     def _root(self) -> dict[str, Found]:
-        embedding = self.engine.structure.embedding
         return {
-            "token_embeddings": "the embedding module was not found in this model"
-            if embedding is None
-            else StreamChannel("token_embeddings", Site(embedding, Port.OUTPUT)),
-            "final_norm_output": StreamChannel("final_norm_output", FINAL_NORM),
+            "token_embeddings": self._embedding(),
+            "final_norm_output": StreamChannel("final_norm_output", self._final_norm()),
             "logits": LogitsChannel("logits", LOGITS),
             "next_token_probabilities": LogitsChannel("next_token_probabilities", LOGITS, softmax=True),
         }
+
+    def _embedding(self) -> Found:
+        site = Site(self.engine.structure.embedding or "", Port.OUTPUT)
+        if site not in self.of:
+            return "the embedding module was not found in this model"
+        given, entering = self.of[site].x, self.seen_stream
+        factor = 1.0
+        if has_scaled_embedding(self.engine.runner.model_config.hf_config) and given.shape == entering.shape:
+            factor = float((given * entering).sum() / given.square().sum())
+            factor = factor if self.near.same(given * factor, entering) else 1.0
+        return StreamChannel("token_embeddings", site, factor=factor)
+
+    @property
+    def seen_stream(self) -> Tensor:
+        """What entered the first block in the probe."""
+        return self.of[Site(self.engine.structure.blocks[0].path, Port.INPUT)].x
+
+    def _final_norm(self) -> Site:
+        """The norm after the blocks: a projection may come between it and what the model gives."""
+        order = list(self.of)
+        blocks = order.index(Site(self.engine.structure.blocks[-1].path, Port.OUTPUT))
+        sites = (Site(path, Port.OUTPUT) for path in self.engine.structure.final_norms)
+        after = [site for site in sites if site in self.of and order.index(site) > blocks]
+        return after[-1] if after else FINAL_NORM
 
     def _layer(self, number: int, block: BlockStructure, reading: LayerReading) -> dict[str, Found]:
         found: dict[str, Found] = {}
@@ -129,7 +155,16 @@ class Describer:
             "attention_probabilities": ScoresChannel(f"{title}.attention_probabilities", op, None, pattern=True),
             "attention_head_outputs": HeadOutputsChannel(f"{title}.attention_head_outputs", op, None),
             **self._premix(title, facts, reading.output_projection),
+            **self._unwitnessed(op, facts),
         }
+
+    def _unwitnessed(self, op: str, facts: OpFacts) -> dict[str, Found]:
+        """What the probe does not bear out, and why."""
+        received = [self.of.get(Site(op, Port.ATTEND, which)) for which in "qkv"]
+        written = self.of.get(Site(op, Port.HEADS))
+        seen = [each.x for each in (*received, written) if each is not None]
+        reason = disagreement(facts, seen, self.dtype) if len(seen) == 4 else "its attention was not heard in the probe"
+        return {} if reason is None else dict.fromkeys(("attention_scores", "attention_probabilities"), reason)
 
     def _premix(self, title: str, facts: OpFacts, path: str | None) -> dict[str, Found]:
         if path is None:
@@ -143,17 +178,32 @@ class Describer:
         }
 
     def _prerotary(self, title: str, block: BlockStructure, facts: OpFacts) -> dict[str, Found]:
-        names = {
-            "attention_queries_prerotary": ("query", facts.num_heads),
-            "attention_keys_prerotary": ("key", facts.num_kv_heads),
+        return {
+            f"attention_{name}_prerotary": self._before_rotation(f"{title}.attention_{name}_prerotary", block, *of)
+            for name, of in (
+                ("queries", ("q", "query", facts.num_heads)),
+                ("keys", ("k", "key", facts.num_kv_heads)),
+            )
         }
-        heard = {each.site for each in self.seen}
-        found: dict[str, Found] = {}
-        for name, (key, heads) in names.items():
-            site = Site(block.rotary or "", Port.INPUT, key)
-            channel = PrerotaryChannel(f"{title}.{name}", site, heads)
-            found[name] = channel if block.rotary is not None and site in heard else NO_ROTARY_MODULE
-        return found
+
+    def _before_rotation(self, name: str, block: BlockStructure, which: str, argument: str, count: int) -> Found:
+        """What the op receives where nothing rotates it."""
+        assert block.op is not None
+        received = self.of.get(Site(block.op, Port.ATTEND, which))
+        if received is None:
+            return NO_HEADS
+        unrotated = OperandChannel(name, block.op, which, writable=False)
+        places = [Site(path, Port.OUTPUT) for path in block.makers]
+        if block.rotary is not None:
+            places = [Site(block.rotary, Port.INPUT, argument)]
+            if places[0] not in self.of:
+                return unrotated
+        heads = received.x.unflatten(-1, (count, -1))
+        projection = find_heads([self.of[site] for site in self.of if site in places], heads, self.dtype)
+        if projection is None:
+            return NO_HEADS
+        is_plain = not is_rotated(projection, self.of[projection.site].x, heads, self.near)
+        return unrotated if is_plain else PrerotaryChannel(name, block.op, projection)
 
     # -- plain facts
 
@@ -188,9 +238,8 @@ class Describer:
 
     def _facts(self, layers: Sequence[LayerDescription]) -> Facts:
         attention = next((each.attention for each in layers if isinstance(each.attention, AttentionAnatomy)), None)
-        of = {each.site: each for each in self.seen}
         widths = [
-            of[value.site].x.shape[-1]
+            self.of[value.site].x.shape[-1]
             for each in self.readings
             if isinstance(value := each.values["mlp_activations"], Stream)
         ]

@@ -53,6 +53,8 @@ class ForwardPass:
         self.total = total  # rows of the batch, padding included
         self.of: Mapping[Worker, Placed] = {each.companion.worker: each for each in placed}
         self._fresh = {each.companion.worker: each.fresh for each in placed}
+        self.kept: dict[Site, Tensor] = {}  # queries and keys before the rotary embedding, for blocks that name them
+        self._keeping = host.early if any(each.companion.early for each in placed) else frozenset[Site]()
 
     def begin(self) -> None:
         """The step of every request with new rows begins."""
@@ -76,8 +78,10 @@ class ForwardPass:
     def meet(self, slot: Slot, x: Tensor, residual: Tensor | None) -> None:
         """Each block that waits at `slot` sees its own rows."""
         slot.passed = self.clock
-        x, residual = _flat(x), None if residual is None else _flat(residual)
+        x, residual = _flat(x, self.total), None if residual is None else _flat(residual, self.total)
         self.host.keep(slot.site, x, residual)
+        if slot.site in self._keeping:
+            self.kept[slot.site] = x.clone()
         if not slot.workers:
             return
         workers, slot.workers = slot.workers, []
@@ -107,6 +111,7 @@ class ForwardPass:
         return self._fresh[worker]
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """[row, width]: models that come from transformers have a batch axis of 1 before it."""
-    return tensor.flatten(0, -2) if tensor.ndim > 2 else tensor
+def _flat(tensor: Tensor, rows: int) -> Tensor:
+    """[row, width], heads beside each other: models that come from transformers have a batch axis of 1 before it."""
+    own = tensor[0] if tensor.ndim > 2 and tensor.shape[0] == 1 != rows else tensor
+    return own.flatten(1)

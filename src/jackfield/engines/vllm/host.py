@@ -4,7 +4,7 @@ The runner tells of each pass whose rows are where (`rows.py`); taps tell of ten
 rows follow from absolute positions alone, so that nothing here depends on how the scheduler cut a batch.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ class Host:
         self.server: Any = None  # the engine whose parts blocks read, and the model over it
         self.model: Any = None
         self.recorder: Recorder | None = None
+        self.early: Set[Site] = frozenset()  # what is kept until the attention op is there, for blocks that name it
         self._names: dict[str, str] = {}  # the client's name to vLLM's id
 
     def slot(self, site: Site) -> Slot:

@@ -57,6 +57,8 @@ class OpTap:
 
     def _before(self, now: "ForwardPass", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
         self._attend.passed = now.clock
+        for name, operand in zip("qkv", (q, k, v), strict=True):
+            now.host.keep(Site(self.path, Port.ATTEND, name), operand, None)
         if not self._attend.workers:
             return
         workers, self._attend.workers = self._attend.workers, []
@@ -101,8 +103,12 @@ class OpTap:
             blocks, length = self._blocks(self.name, now, worker)
             return self.reader.gather(cache, blocks, length)
 
+        def before(site: Site) -> Tensor | None:
+            kept = now.kept.get(site)
+            return None if kept is None else kept[rows]
+
         refusal = self.reader if isinstance(self.reader, str) else None
-        return PagedAttention(facts, worker.rows, worker.step, (q, k, v), gather, refusal)
+        return PagedAttention(facts, worker.rows, worker.step, (q, k, v), gather, refusal, before)
 
     def _put_again(self, rows: slice, k: Tensor, v: Tensor, cache: Tensor) -> None:
         """Edited keys and values go into the cache as the unedited ones did."""

@@ -70,17 +70,6 @@ class HeadsChannel(StreamChannel):
         super().write(passing, worker, tokens, whole.flatten(-2))
 
 
-class PrerotaryChannel(HeadsChannel):
-    """Queries or keys as the rotary embedding takes them: [1, head, token, d_head]."""
-
-    def __init__(self, name: str, site: Site, num_heads: int) -> None:
-        super().__init__(name, site, num_heads)
-        self.writable = False
-
-    def read(self, passing: Rows2, worker: Worker, selection: Selection) -> Tensor:
-        return super().read(passing, worker, selection).transpose(1, 2).contiguous()
-
-
 class HeadResultsChannel(HeadsChannel):
     """Each head's part of the output projection's result: [1, token, head, d_model].
 

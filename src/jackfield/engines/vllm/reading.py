@@ -12,24 +12,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from jackfield.engines.vllm.seen import Seen, Tolerance
 from jackfield.engines.vllm.structure import BlockStructure, Structure
 from jackfield.interleave.site import Port, Site
 from jackfield.values.anatomy import Missing
 
 NOTHING_ADDS_UP = "no tensors of this layer were found that add up to its stream"
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What passed a site in the probe: [row, width], float32; `residual` is the stream's other half, if there was one."""
-
-    site: Site
-    x: Tensor
-    residual: Tensor | None = None
-
-    def stream(self, *, summed: bool) -> Tensor:
-        """The stream at this site."""
-        return self.x if self.residual is None or not summed else self.x + self.residual
+NO_NORM = Missing("no norm of this layer feeds it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +41,6 @@ class LayerReading:
     attention: str | None
     mlp: str | None
     output_projection: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """How far from a sum its parts may be: of its length, by the dtype the model computes in."""
-
-    relative: float
-
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> "Tolerance":
-        """A few roundings: measured on tiny and sample models, then doubled."""
-        return cls(2e-4 if dtype == torch.float32 else 2e-2)
-
-    def same(self, left: Tensor, right: Tensor) -> bool:
-        """Whether two tensors are one, but for rounding."""
-        return left.shape == right.shape and bool((left - right).norm() <= self.relative * right.norm())
 
 
 def halves(
@@ -114,8 +87,8 @@ class _Layer:
             "layer_input": Stream(self.seen[0].site, self.summed),
             "layer_output": Stream(self.seen[-1].site, self.summed),
             **sums,
-            "attention_norm_output": self._norm_before(self.block.attention),
-            "mlp_norm_output": self._norm_before(mlp),
+            "attention_norm_output": self._norm_before(self.block.attention) or NO_NORM,
+            "mlp_norm_output": self._mlp_norm(),
             "mlp_activations": self._activations(mlp),
             "router_logits": self._router(),
         }
@@ -157,16 +130,14 @@ class _Layer:
         return None
 
     def _addends(self, after: int, until: int) -> Iterator[Seen]:
-        """Outputs of modules, and the half that a block or a norm was handed beside the stream so far."""
-        for each in self.seen[after + 1 : until + 1]:
-            is_half = self.summed and each.residual is not None
-            if (
-                each.x.shape == self.entering.shape
-                and bool(each.x.any())
-                and (each.site.port is Port.OUTPUT or is_half)
-            ):
-                if each.site.path != self.block.path or is_half:
-                    yield each
+        """The half that a block or a norm was handed beside the stream so far, then outputs of modules."""
+        fitting = [
+            each
+            for each in self.seen[after + 1 : until + 1]
+            if each.x.shape == self.entering.shape and bool(each.x.any())
+        ]
+        yield from (each for each in fitting if self.summed and each.residual is not None)
+        yield from (each for each in fitting if each.site.port is Port.OUTPUT and each.site.path != self.block.path)
 
     def _side_by_side(self, attended: int) -> dict[str, Reading] | None:
         added = self.leaving - self.entering
@@ -196,13 +167,21 @@ class _Layer:
         inside = [path for path in self.block.projections if not _is_under(path, self.block.attention)]
         return next((owner for owner in self.block.sublayers for path in inside if _is_under(path, owner)), None)
 
-    def _norm_before(self, path: str | None) -> Reading:
+    def _norm_before(self, path: str | None) -> Stream | None:
         given = None if path is None else self._at(Site(path, Port.INPUT))
         norms = [each for each in self.seen if each.site.path in self.block.norms and each.site.port is Port.OUTPUT]
-        for each in reversed(norms):
-            if given is not None and torch.equal(each.x, given.x):
-                return Stream(each.site)
-        return Missing("no norm of this layer feeds it")
+        fits = (each for each in reversed(norms) if given is not None and torch.equal(each.x, given.x))
+        return next((Stream(each.site) for each in fits), None)
+
+    def _mlp_norm(self) -> Reading:
+        """What enters the MLP, where that is what a norm gave.
+
+        Not the norm's own output, which in layers whose sublayers stand side by side passes before the attention.
+        """
+        for path in self.block.sublayers:
+            if self._norm_before(path) is not None:
+                return Stream(Site(path, Port.INPUT))
+        return NO_NORM
 
     def _activations(self, mlp: str | None) -> Reading:
         inside = [path for path in self.block.projections if not _is_under(path, self.block.attention)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jackfield.engines.vllm.reading import Seen
+from jackfield.engines.vllm.seen import Seen
 from jackfield.interleave.site import Site
 
 PROBE = b"probe"

@@ -27,6 +27,7 @@ class BlockStructure:
     projections: tuple[str, ...]  # row-parallel linear modules inside: output and down projections
     routers: tuple[str, ...]
     rotary: str | None
+    makers: tuple[str, ...]  # what makes queries and keys, where no rotary module shows them: linear modules and norms
     reason: str | None = None  # why the attention's values are not to be had
 
 
@@ -57,8 +58,13 @@ def read_structure(model: nn.Module, ops: Mapping[str, Any]) -> Structure:
     blocks = tuple(_block(f"{most}.{name}", modules, held) for name, _ in modules[most].named_children())
     owner = most.rpartition(".")[0]
     around = [(f"{owner}.{name}".lstrip("."), child) for name, child in modules[owner].named_children()]
-    embedding = next((path for path, child in around if _kind(child, "VocabParallelEmbedding")), None)
-    return Structure(blocks, embedding, tuple(path for path, child in around if is_norm(child)))
+    return Structure(blocks, _embedding(modules), tuple(path for path, child in around if is_norm(child)))
+
+
+def _embedding(modules: Mapping[str, nn.Module]) -> str | None:
+    """The embedding of tokens: a head is one as well, by its class."""
+    found = (path for path, module in modules.items() if _kind(module, "VocabParallelEmbedding"))
+    return next((path for path in found if not _kind(modules[path], "ParallelLMHead")), None)
 
 
 def _enclosing_list(path: str, modules: Mapping[str, nn.Module]) -> str | None:
@@ -89,9 +95,10 @@ def _block(path: str, modules: Mapping[str, nn.Module], ops: Mapping[str, Any]) 
         op,
         norms,
         rest,
-        tuple(other for other in inside if _is_projection(modules[other])),
+        tuple(other for other in inside if is_projection(modules[other])),
         tuple(other for other in inside if _is_router(other, modules)),
         rotary,
+        () if rotary is not None else tuple(other for other in inside if _makes(modules[other], other, attention)),
         reason if op is None or hasattr(ops[op], "impl") else "its attention is of a kind that is not listened to",
     )
 
@@ -111,7 +118,13 @@ def _rotates(module: nn.Module) -> bool:
     )
 
 
-def _is_projection(module: nn.Module) -> bool:
+def _makes(module: nn.Module, path: str, attention: str | None) -> bool:
+    is_linear = (_kind(module, "LinearBase") or isinstance(module, nn.Linear)) and not is_projection(module)
+    return attention is not None and path.startswith(f"{attention}.") and (is_linear or is_norm(module))
+
+
+def is_projection(module: nn.Module) -> bool:
+    """Whether a module is an output or a down projection: its input is what is cut over ranks."""
     return _kind(module, "RowParallelLinear")
 
 
@@ -152,10 +165,16 @@ def put_taps(model: nn.Module, structure: Structure) -> Sites:
             tap_outputs(modules[path], sites.add(path, Port.OUTPUT))
         for path in block.projections:
             tap_inputs(modules[path], sites.add(path, Port.INPUT))
+            if path in block.sublayers:
+                tap_outputs(modules[path], sites.add(path, Port.OUTPUT))
+        for path in block.makers:
+            tap_outputs(modules[path], sites.add(path, Port.OUTPUT))
         for path in block.routers:
             tap_outputs(modules[path], sites.add(path, Port.OUTPUT))
         if block.rotary is not None:
             _own_rotary(modules, block.rotary, sites)
+    for path in structure.final_norms:
+        tap_outputs(modules[path], sites.add(path, Port.OUTPUT))
     return sites
 
 

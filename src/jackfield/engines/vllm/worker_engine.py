@@ -110,6 +110,7 @@ class WorkerEngine(Served):
         describer = Describer(self, recorder.seen)
         self.host.recorder = None
         self.description, self.channels = describer.description(), describer.channels()
+        self.host.early = describer.early()
         self.facts, self.config = self.description.facts, self.runner.model_config.hf_config
         return self.description
 

@@ -1,0 +1,37 @@
+"""What the probe saw pass, and how near two tensors of it must be to be one."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jackfield.interleave.site import Site
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What passed a site in the probe: [row, width], float32; `residual` is the stream's other half, if there was one."""
+
+    site: Site
+    x: Tensor
+    residual: Tensor | None = None
+
+    def stream(self, *, summed: bool) -> Tensor:
+        """The stream at this site."""
+        return self.x if self.residual is None or not summed else self.x + self.residual
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far from a sum its parts may be: of its length, by the dtype the model computes in."""
+
+    relative: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> "Tolerance":
+        """A few roundings: measured on tiny and sample models, then doubled."""
+        return cls(2e-4 if dtype == torch.float32 else 2e-2)
+
+    def same(self, left: Tensor, right: Tensor) -> bool:
+        """Whether two tensors are one, but for rounding."""
+        return left.shape == right.shape and bool((left - right).norm() <= self.relative * right.norm())

@@ -1,0 +1,159 @@
+"""The zoo's models at widths that vLLM's attention on CPUs takes, each in a vLLM of its own, beside the raw reference.
+
+Where a family is not what the reference is to the letter, the entry says so: what vLLM computes otherwise, what it
+hands to its attention otherwise, and which values it cannot serve and why.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import jackfield as jf
+from tests import zoo
+from tests.engines.transformers.reading import ALIBI, pairs, read_everything
+from tests.engines.vllm.tiny import start_folder
+from tests.reference.compare import assert_close
+from tests.reference.record import Step, record
+
+LENGTHS = (12, 5, 9)  # past a window of 8
+SEED = 20
+STEPS = 7
+OPTIONS: Mapping[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 64}
+WIDE: Mapping[str, Any] = {"hidden_size": 128}
+TIED: Mapping[str, Any] = {"hidden_size": 128, "tie_word_embeddings": True}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model of the zoo in vLLM.
+
+    Attributes:
+        zoo: its name there; `over` are the settings that differ from the zoo's.
+        backend: vLLM's own model, or transformers' inside of vLLM.
+        tolerance: of a row, where vLLM computes something else than transformers; `why` says what.
+        missing: what is not served, and a part of the reason that `support()` gives.
+        queries_factor: what vLLM's queries are of transformers'.
+    """
+
+    zoo: str
+    over: Mapping[str, Any] = field(default_factory=lambda: dict(WIDE))
+    backend: Literal["vllm", "transformers"] = "vllm"
+    tolerance: float = 1e-4
+    why: str = ""
+    missing: Mapping[str, str] = field(default_factory=dict[str, str])
+    queries_factor: float = 1.0
+
+    def __str__(self) -> str:
+        return self.zoo if self.backend == "vllm" else f"{self.zoo} by transformers"
+
+
+def _by_transformers(name: str, over: Mapping[str, Any] = WIDE, **rest: Any) -> Family:
+    return Family(name, over, "transformers", **rest)
+
+
+FAMILIES: tuple[Family, ...] = (Family("llama"),)
+
+
+class Running:
+    """A family in vLLM, what is read of it, and the reference. `hf` is transformers' model of the same weights."""
+
+    def __init__(self, family: Family, model: jf.Model, hf: PreTrainedModel) -> None:
+        self.family, self.model, self.hf = family, model, hf
+
+    @cached_property
+    def references(self) -> tuple[list[Step], ...]:
+        """The reference's records of the prompts, each alone."""
+        name = self.family.zoo
+        return tuple(record(self.hf, name, zoo.prompt(name, n, seed=SEED + n), STEPS) for n in LENGTHS)
+
+    @cached_property
+    def alone(self) -> Any:
+        """Everything read of the first prompt, by itself."""
+        return self.model.run(self.prompts[0], read_everything, max_tokens=STEPS, ignore_eos=True)
+
+    @cached_property
+    def company(self) -> list[Any]:
+        """Everything read of all prompts at once."""
+        return self.model.run(self.prompts, read_everything, max_tokens=STEPS, ignore_eos=True)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The token ids of the prompts."""
+        return [zoo.prompt(self.family.zoo, n, seed=SEED + n)[0].tolist() for n in LENGTHS]
+
+    def has(self, layer: int | None, name: str) -> bool:
+        """Whether the reference has a value."""
+        return self.references[0][0].get(name, layer) is not None
+
+    def compare(self, read: Sequence[Mapping[Any, Tensor]], steps: Sequence[Step]) -> None:
+        """Holds every value of the reference against what was read."""
+        assert len(read) == len(steps)
+        for found, step in zip(read, steps, strict=True):
+            for (layer, name), want in pairs(step):
+                if (layer, name) not in found:
+                    assert name in self.family.missing, f"step {step.index}: {name} of layer {layer} was not served"
+                    continue
+                self._compare_one(found[layer, name], self._wanted(want, name, layer, step, steps), name, layer, step)
+
+    def _compare_one(self, got: Tensor, want: Tensor, name: str, layer: int | None, step: Step) -> None:
+        if name not in ("attention_scores", "attention_probabilities") and got.ndim == want.ndim == 4:
+            got = got.repeat_interleave(want.shape[1] // got.shape[1], 1)  # transformers repeats key heads itself
+        where = f"step {step.index}, layer {layer}, "
+        assert_close(got, want, name, alibi=self.family.zoo in ALIBI, where=where, tolerance=self.family.tolerance)
+
+    def _wanted(self, want: Tensor, name: str, layer: int | None, step: Step, steps: Sequence[Step]) -> Tensor:
+        """vLLM lets go of whole blocks of positions, so that its cache holds more than a window: all so far, here."""
+        if name in ("attention_queries", "attention_queries_prerotary"):
+            return want * self.family.queries_factor
+        if layer is None or not name.startswith("attention_cached"):
+            return want
+        new = name.replace("cached_", "")
+        return torch.cat([earlier.layers[layer][new] for earlier in steps[: step.index + 1]], 2)
+
+
+@contextmanager
+def running(family: Family, **options: Any) -> Generator[Running]:
+    """The family in an engine that is gone afterwards."""
+    hf = zoo.build(family.zoo, fresh=True, **family.over)
+    decoder: Any = hf.get_decoder()
+    with TemporaryDirectory() as folder, _as_it_was(type(decoder)):
+        hf.save_pretrained(folder)
+        _inspect_in_this_process(hf, family)
+        backend = "auto" if family.backend == "vllm" else "transformers"
+        decoder.do_not_compile = True  # for what vLLM puts on its class
+        with start_folder(folder, model_impl=backend, **{**OPTIONS, **options}) as model:
+            yield Running(family, model, hf)
+
+
+def _inspect_in_this_process(hf: PreTrainedModel, family: Family) -> None:
+    """vLLM inspects each class of model that it has not seen in a process of its own, which takes half a minute."""
+    from vllm import ModelRegistry
+
+    names = {type(hf).__name__, "TransformersForCausalLM", "TransformersMoEForCausalLM"}
+    for name in names & set(ModelRegistry.models):
+        registered: Any = ModelRegistry.models[name]
+        if hasattr(registered, "class_name"):
+            ModelRegistry.register_model(name, registered.load_model_cls())
+
+
+@contextmanager
+def _as_it_was(kind: type) -> Generator[None]:
+    """vLLM decorates the class of a decoder of transformers' for good; other tests want it as it was."""
+    before, bases = dict(vars(kind)), kind.__bases__
+    try:
+        yield
+    finally:
+        if kind.__bases__ != bases:
+            kind.__bases__ = bases
+        for name in set(vars(kind)) - set(before):
+            delattr(kind, name)
+        for name, value in before.items():
+            if vars(kind)[name] is not value:
+                setattr(kind, name, value)
