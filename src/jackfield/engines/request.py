@@ -8,6 +8,7 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
@@ -170,7 +171,7 @@ class Sampling:
         >>> Sampling.parse(max_tokens=4, stop="\n").stop
         ('\n',)
         """
-        rules = {f.name: cast("Rule", f.metadata["rule"]) for f in fields(cls)}
+        rules = _rules()
         for name in arguments:
             if name not in rules:
                 raise InvalidRequest(_unknown(name, rules))
@@ -202,6 +203,8 @@ class Sampling:
 
     def samples(self) -> tuple["Sampling", ...]:
         """The n samples of this request, each with n=1 and, where there is a seed, its own: seed, seed + 1, ..."""
+        if self.n == 1:
+            return (self,)
         seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
         return tuple(replace(self, n=1, seed=seed) for seed in seeds)
 
@@ -210,6 +213,11 @@ class Sampling:
         for name in names:
             if getattr(self, name) != getattr(Sampling(), name):
                 raise InvalidRequest(f"{name}={getattr(self, name)!r}: the {engine} engine cannot honour it.")
+
+
+@lru_cache(maxsize=1)
+def _rules() -> Mapping[str, Rule]:
+    return MappingProxyType({each.name: cast("Rule", each.metadata["rule"]) for each in fields(Sampling)})
 
 
 def _unknown(name: str, known: Mapping[str, Rule]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from greenlet import getcurrent
 
-from jackfield.errors import NotReached
+from jackfield.errors import NotReached, OutOfOrder
 from jackfield.interleave.site import Site
 from jackfield.interleave.worker import Slot, Worker
 
@@ -80,6 +80,16 @@ class Interleaver:
                 self._throw(
                     worker, NotReached(f"{worker.wanted} did not come in step {self.step}: the model ran without it.")
                 )
+
+    def too_late(self, worker: Worker) -> None:
+        """Tells a worker that what it waits for in this step has gone by: for engines that find out after the fact."""
+        if worker.slot is not None:
+            worker.slot.workers.remove(worker)
+        step = worker.waiting_step
+        self._throw(
+            worker,
+            OutOfOrder(f"{worker.wanted} of step {step} has gone by. Read values in the order of the forward pass."),
+        )
 
     def finish(self, worker: Worker) -> None:
         """The request has no more steps: its step loop ends, and a read of a later step is NotReached."""

@@ -28,7 +28,7 @@ class BlockModes:
         self._engine_inference = False
         self._autocast: _Autocast | None = None  # None: off, which is most of the time, and costs one question
         self._engine_autocast: _Autocast | None = None
-        self._off: _Autocast = ()  # the engine's, where it is off
+        self._off = _disabled(_autocast())
         self._began = False
         self._depth = 0
         self._guard: torch.inference_mode | None = None
@@ -37,7 +37,9 @@ class BlockModes:
         """The block runs on."""
         self._engine_grad_enabled = torch.is_grad_enabled()
         self._engine_inference = torch.is_inference_mode_enabled()
-        self._enter_autocast()
+        self._engine_autocast = _autocast() if _is_any_autocast_enabled() or self._autocast else None
+        if self._began and self._engine_autocast is not None:
+            _change_autocast(self._engine_autocast, self._autocast or _disabled(self._engine_autocast))
         if self._guard is not None:
             self._guard.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
             self._guard = None
@@ -49,27 +51,18 @@ class BlockModes:
 
     def leave(self) -> None:
         """The block waits, or has ended."""
-        self._functions = [_pop_mode() for _ in range(_len_torch_function_stack() - self._depth)]
+        own = _len_torch_function_stack() - self._depth
+        self._functions = [_pop_mode() for _ in range(own)] if own else []
         self._grad_enabled = torch.is_grad_enabled()
-        self._leave_autocast()
+        self._began = True
+        self._autocast = _autocast() if _is_any_autocast_enabled() else None
+        if self._autocast is not None or self._engine_autocast is not None:
+            _change_autocast(_autocast(), self._engine_autocast or self._off)
         if torch.is_inference_mode_enabled() != self._engine_inference:
             self._guard = torch.inference_mode(self._engine_inference)
             self._guard.__enter__()
         if torch.is_grad_enabled() != self._engine_grad_enabled:
             _set_grad_enabled(self._engine_grad_enabled)
-
-    def _enter_autocast(self) -> None:
-        self._engine_autocast = _autocast() if _is_any_autocast_enabled() or self._autocast else None
-        if self._engine_autocast is None:
-            self._off = self._off or _autocast()
-        elif self._began:
-            _change_autocast(self._engine_autocast, self._autocast or _disabled(self._engine_autocast))
-
-    def _leave_autocast(self) -> None:
-        self._began = True
-        self._autocast = _autocast() if _is_any_autocast_enabled() else None
-        if self._autocast is not None or self._engine_autocast is not None:
-            _change_autocast(_autocast(), self._engine_autocast or self._off)
 
 
 @contextmanager
@@ -86,6 +79,11 @@ def modes_restored() -> Generator[None]:
             torch.inference_mode(inference).__enter__()
         _set_autocast(autocast)
         torch.set_grad_enabled(grad)
+
+
+def is_autocast_on() -> bool:
+    """On any kind of device."""
+    return _is_any_autocast_enabled()
 
 
 def without_autocast() -> AbstractContextManager[object]:

@@ -16,7 +16,7 @@ class Shared(Reference):
     `value` is the object. Attributes, calls, indexing and torch functions go through to it.
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("__weakref__", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value

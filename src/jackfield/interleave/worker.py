@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from jackfield.errors import EditMismatch, NotReached, OutOfOrder
-from jackfield.interleave.modes import BlockModes, without_autocast
+from jackfield.interleave.modes import BlockModes, is_autocast_on, without_autocast
 from jackfield.interleave.nest import tensors
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
@@ -96,9 +96,11 @@ class _Held:
 
     def __init__(self, channel: Channel, selection: Selection, value: Any) -> None:
         self.channel, self.selection, self.value = channel, selection, value
-        leaves = (value,) if isinstance(value, Tensor) else tuple(tensors(value))
-        self.leaves = [(leaf, leaf.shape) for leaf in leaves]
-        self.settled()
+        if isinstance(value, Tensor):
+            self.leaves, self.versions = [(value, value.shape)], [value._version]
+        else:
+            self.leaves = [(leaf, leaf.shape) for leaf in tensors(value)]
+            self.settled()
 
     @property
     def changed(self) -> bool:
@@ -179,7 +181,8 @@ class Worker:
 
     def resume(self, message: Any) -> None:
         """Runs the block until it waits again."""
-        self._enter()
+        self._greenlet.parent = greenlet.getcurrent()
+        self._modes.enter()
         try:
             self._greenlet.switch(message)
         finally:
@@ -187,7 +190,8 @@ class Worker:
 
     def throw(self, error: BaseException) -> None:
         """Raises `error` in the block, where it waits."""
-        self._enter()
+        self._greenlet.parent = greenlet.getcurrent()
+        self._modes.enter()
         try:
             self._greenlet.throw(error)
         finally:
@@ -212,10 +216,6 @@ class Worker:
         vars(self._greenlet).pop("worker", None)  # the cycle that would keep this worker
         self.body = self.finalize = lambda: None
 
-    def _enter(self) -> None:
-        self._greenlet.parent = greenlet.getcurrent()
-        self._modes.enter()
-
     def _run(self, _: Any = None) -> None:
         try:
             self.returned = self.body()
@@ -238,10 +238,11 @@ class Worker:
     def read(self, channel: Channel, selection: Selection = WHOLE) -> Any:
         """The value of `channel` in the block's step: waits for it, and hands out a private copy."""
         self.reach(channel)
-        held = self._holding(channel, selection)
-        if held is not None:
-            return held.value
-        self._settle()
+        if self._held:
+            held = self._holding(channel, selection)
+            if held is not None:
+                return held.value
+            self._settle()
         value = self._copy(channel, selection)
         held = _Held(channel, selection, value)
         self._held.append(held)
@@ -312,6 +313,8 @@ class Worker:
         return engine.switch()
 
     def _copy(self, channel: Channel, selection: Selection) -> Any:
+        if not is_autocast_on() and not torch.is_inference_mode_enabled():
+            return channel.read(self.passing, self, selection)
         with without_autocast():
             if not torch.is_inference_mode_enabled():
                 return channel.read(self.passing, self, selection)

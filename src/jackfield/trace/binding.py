@@ -85,10 +85,17 @@ def _kept(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _kept_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    plain = type(tensor) is torch.Tensor and tensor.is_cpu and not tensor.requires_grad and not tensor.is_inference()
+    if plain and not _is_part(tensor):
+        return tensor
     with torch.inference_mode(False):
         kept = tensor.detach().to("cpu")
-        is_part = kept.layout == torch.strided and kept.untyped_storage().nbytes() > kept.numel() * kept.element_size()
-        return kept.clone() if is_part or kept.is_inference() else kept
+        return kept.clone() if _is_part(kept) or kept.is_inference() else kept
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds more than it."""
+    return tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _kept_dataclass(value: Any, memo: dict[int, Any]) -> None:

@@ -4,6 +4,7 @@ Parts of a model, modules, classes, functions, loaded models and tokenizers are 
 What can be copied is what can be pickled, so that the same block also runs in another process.
 """
 
+import functools
 import io
 import pickle
 import weakref
@@ -17,6 +18,7 @@ from jackfield.errors import TracingError
 from jackfield.interleave.reference import Reference
 
 _KEPT = (Reference, ModuleType, type, BuiltinFunctionType, FunctionType, CodeType, weakref.ref)
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _KEPT_FOREIGN = frozenset({"PreTrainedModel", "PreTrainedTokenizerBase"})  # of transformers, 4 and 5
 
 
@@ -33,6 +35,8 @@ def copy_outside(values: Mapping[Outside, Any], device: torch.device | str | Non
     Tensors are detached copies on `device` (None: where they are), in their own dtype; leaves that ask for gradients
     go on asking. Raises TracingError, with its name, for a value that cannot be copied.
     """
+    if all(_stays(type(value)) for value in values.values()):
+        return dict(values)
     try:
         return _copied(dict(values), device)
     except Exception:
@@ -67,25 +71,28 @@ class _Writer(pickle.Pickler):
         self.passed: list[Any] = []
         self._device = device
         self._index: dict[int, int] = {}
-        self._kinds: dict[type, bool] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
         is_tensor = isinstance(obj, torch.Tensor)
-        if not is_tensor and not self._is_kept(cast("type[Any]", type(obj))):
+        if not is_tensor and not _is_kept(cast("type[Any]", type(obj))):
             return None
         if id(obj) not in self._index:
             self._index[id(obj)] = len(self.passed)
             self.passed.append(_copied_tensor(obj, self._device) if is_tensor else obj)
         return self._index[id(obj)]
 
-    def _is_kept(self, kind: type) -> bool:
-        kept = self._kinds.get(kind)
-        if kept is None:
-            foreign = any(
-                base.__name__ in _KEPT_FOREIGN and base.__module__.startswith("transformers.") for base in kind.__mro__
-            )
-            kept = self._kinds[kind] = foreign or issubclass(kind, _KEPT)
-        return kept
+
+@functools.lru_cache(maxsize=1024)
+def _is_kept(kind: type) -> bool:
+    foreign = any(
+        base.__name__ in _KEPT_FOREIGN and base.__module__.startswith("transformers.") for base in kind.__mro__
+    )
+    return foreign or issubclass(kind, _KEPT)
+
+
+def _stays(kind: type) -> bool:
+    """Whether an object of this kind is its own copy."""
+    return kind in _PLAIN or _is_kept(kind)
 
 
 class _Reader(pickle.Unpickler):

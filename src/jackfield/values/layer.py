@@ -1,7 +1,7 @@
 """One decoder block, the row of all of them, and which class of part stands at which module."""
 
 from collections.abc import Iterator
-from typing import overload
+from typing import cast, overload
 
 from jackfield.interleave.reference import Reference
 from jackfield.values.anatomy import Anatomy
@@ -67,7 +67,7 @@ class Layers(Reference):
         return self._count
 
     def __iter__(self) -> Iterator[Layer]:
-        return (self[index] for index in range(self._count))
+        return cast("Iterator[Layer]", map(self._server.layer_part, range(self._count)))
 
     @overload
     def __getitem__(self, index: int) -> Layer: ...

@@ -113,6 +113,8 @@ def together(model: PreTrainedModel, batch: Sequence[Row]) -> list[list[int]]:
     A row that has ended goes on as padding until its group has, one position further each step: the longest prompt
     and the most tokens of a group have to fit the context together.
     """
+    if len(batch) == 1:
+        return [[0]]
     context = limits(model.config).context
     groups: list[list[int]] = []
     prompt = new = 0

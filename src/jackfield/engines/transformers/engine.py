@@ -62,6 +62,7 @@ class TransformersEngine(Engine):
         self.tokenizer = cast("Tokenizer | None", tokenizer)  # transformers' signatures are looser
         self.max_num_seqs = max_num_seqs
         self.config = loaded.config
+        self._limits = limits(loaded.config)
         self.anatomy = read_anatomy(loaded, family)
         self.serving = Serving(loaded, self.anatomy)
         refuse_unwitnessed(loaded, self.anatomy, self.serving)
@@ -87,7 +88,7 @@ class TransformersEngine(Engine):
     # -- running
 
     def admit(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
-        admit(prompt_token_ids, sampling, limits(self.model.config))
+        admit(prompt_token_ids, sampling, self._limits)
 
     def batches(self, requests: Iterator[Request]) -> Iterator[list[Request]]:
         """At most max_num_seqs at a time; a block that uses raw places runs alone, since nothing can be cut for it."""

@@ -5,7 +5,8 @@ stands at a module stands inside of all that hold it, and may go on to wait for 
 its module runs would not see.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import nn
@@ -19,6 +20,14 @@ from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Formula, LayerAn
 AFTER_THE_OP = frozenset({"attention_premix", "attention_head_results"})
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the values of one name pass: the modules to be gated, those around them first, and sites inside a call."""
+
+    paths: tuple[str, ...]
+    inside: tuple[Site, ...]
+
+
 class Gates:
     """The gates of one model, the table of its slots, and how many forward passes they have seen."""
 
@@ -27,6 +36,7 @@ class Gates:
         self.slots: dict[Site, Slot] = {}
         self.clock = 0
         self._made: dict[str, Gate] = {}
+        self._names: dict[str, list[str]] = {}
         self._above: dict[str, tuple[str, ...]] = {}
 
     def gate(self, path: str) -> Gate:
@@ -45,12 +55,12 @@ class Gates:
         return self._above[path]
 
     @cached_property
-    def sites(self) -> Mapping[str, tuple[Site, ...]]:
+    def places(self) -> Mapping[str, Place]:
         """Where values pass outside of the attention op, by their names."""
         found: dict[str, list[Site]] = {}
         for name, site in self._named_sites():
             found.setdefault(name, []).append(site)
-        return {name: tuple(sites) for name, sites in found.items()}
+        return {name: self._place(sites) for name, sites in found.items()}
 
     @cached_property
     def containers(self) -> tuple[str, ...]:
@@ -79,14 +89,22 @@ class Gates:
             if projection is not None:
                 yield from ((name, Site(projection, Port.INPUT)) for name in AFTER_THE_OP)
 
+    def _place(self, sites: Sequence[Site]) -> Place:
+        whole = [site.path for site in sites if site.port in (Port.INPUT, Port.OUTPUT)]
+        paths = dict.fromkeys(each for path in whole for each in (*self.above(path), path))
+        return Place(tuple(paths), tuple(site for site in sites if site.port not in (Port.INPUT, Port.OUTPUT)))
+
     def _slot(self, site: Site) -> Slot:
         return self.slots.setdefault(site, Slot(site))
 
     def _module(self, path: str) -> nn.Module:
         """`get_submodule`, a tenth as long."""
         module: nn.Module = self.model
-        for name in path.split(".") if path else ():
-            module = vars(module)["_modules"][name]
+        names = self._names.get(path)
+        if names is None:
+            names = self._names[path] = path.split(".") if path else []
+        for name in names:
+            module = module.__dict__["_modules"][name]
         return module
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from jackfield.engines.transformers.beside import Masks
 from jackfield.engines.transformers.dispatch import SWITCHBOARD
 from jackfield.engines.transformers.gate import Call, Gate
-from jackfield.engines.transformers.gates import AFTER_THE_OP, Gates
+from jackfield.engines.transformers.gates import AFTER_THE_OP, Gates, Place
 from jackfield.engines.transformers.listening import listen, listen_projection
 from jackfield.engines.transformers.tap import AttentionTap
 from jackfield.interleave.interleaver import Interleaver
@@ -101,15 +101,21 @@ class Run:
             for path in named_modules(self._gates.model):
                 self._gate(path)
         unnamed = bool(self._names & DYNAMIC_NAMES)
-        sites = self._gates.sites
-        for name in sites if unnamed else sites.keys() & self._names:
-            for site in sites[name]:
-                self._open(self.interleaver.slot(site))
+        for name, place in self._gates.places.items():
+            if unnamed or name in self._names:
+                self._look_at(place)
         if unnamed or self._names & OF_THE_OP:
             self._listen()
         if unnamed or self._names & PREROTARY:
             for attention in self._attentions():
                 self._keep_projections(attention)
+
+    def _look_at(self, place: Place) -> None:
+        for path in place.paths:
+            if path not in self._up:
+                self._put_up_at(path)
+        for site in place.inside:
+            self._open(self.interleaver.slot(site))
 
     def _attentions(self) -> Iterator[AttentionAnatomy]:
         attentions = (layer.attention for layer in self.anatomy.layers)
