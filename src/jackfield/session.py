@@ -33,13 +33,9 @@ class Job:
             raise Unavailable(f"gradients=True is not available: {self.engine.no_gradients}.")
         token_ids = tokenize(prompt, self.engine.tokenizer, self.chat_template_kwargs)
         self.engine.admit(token_ids, sampling)
+        if block is not None:
+            self.engine.admit_block(token_ids)
         return Request(prompt, token_ids, sampling, block, self.model, self.gradients)
-
-
-def outcomes(engine: Engine, requests: Iterator[Request]) -> Iterator[Outcome]:
-    """Results as they finish, in order; at most one batch of requests is held."""
-    for batch in engine.batches(requests):
-        yield from engine.execute(batch)
 
 
 def run(job: Job, prompts: Any, block: Block | None) -> Any:
@@ -47,12 +43,12 @@ def run(job: Job, prompts: Any, block: Block | None) -> Any:
     parsed = parse_prompts(prompts)
     sampling = Sampling.parse(**job.sampling)
     if isinstance(parsed, One):
-        (outcome,) = outcomes(job.engine, iter([job.request(parsed.prompt, block, sampling)]))
+        (outcome,) = job.engine.outcomes(iter([job.request(parsed.prompt, block, sampling)]))
         raise_errors([outcome], of=1)
         return result(outcome)
     if isinstance(parsed, Many):
         requests = [job.request(prompt, block, sampling) for prompt in parsed.prompts]
-        found = list(outcomes(job.engine, iter(requests)))
+        found = list(job.engine.outcomes(iter(requests)))
         raise_errors(found, of=len(found))
         return [result(outcome) for outcome in found]
     requests_of = (job.request(prompt, block, sampling) for prompt in parsed.prompts)
@@ -62,7 +58,7 @@ def run(job: Job, prompts: Any, block: Block | None) -> Any:
 def _stream(engine: Engine, requests: Iterator[Request]) -> Iterator[Result]:
     errors: list[Exception] = []
     count = 0
-    for outcome in outcomes(engine, requests):
+    for outcome in engine.outcomes(requests):
         count += 1
         errors += [letting_go(error) for error in outcome.errors if error is not None]
         yield result(outcome)
@@ -215,7 +211,7 @@ class Trace:
         requests = (self.job.request(prompt, block, sampling) for prompt in prompts)
         if not isinstance(parsed, Stream):
             requests = iter(list(requests))  # all are admitted before one runs
-        found = list(outcomes(self.job.engine, requests))
+        found = list(self.job.engine.outcomes(requests))
         self._results = [result(outcome) for outcome in found]
         lifted.bind(saved_values(block, found, several=not isinstance(parsed, One)))
         raise_errors(found, of=len(found))
@@ -226,7 +222,7 @@ class Trace:
                 "This trace has no prompt: give one to model.trace(prompt), or `with t.invoke(prompt):` inside."
             )
         invokes = self.invokes
-        found = list(outcomes(self.job.engine, iter([invoke.request() for invoke in invokes])))
+        found = list(self.job.engine.outcomes(iter([invoke.request() for invoke in invokes])))
         self._results = [result(outcome) for outcome in found]
         for invoke, outcome in zip(invokes, found, strict=True):
             invoke.bind(outcome)

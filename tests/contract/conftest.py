@@ -15,15 +15,21 @@ from jackfield.engines.fake import FakeEngine
 from jackfield.engines.llama.engine import LlamaEngine
 from tests import zoo
 from tests.engines.tiny_tokenizers import words
+from tests.engines.vllm import tiny
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model on one engine. `raw` is the module below it, where raw places can be read."""
+    """A model on one engine. `raw` is the module below it, where raw places can be read.
+
+    `holds`: how many prompts of a stream it draws before the first result. `read_only`: names that it does not edit.
+    """
 
     name: str
     model: jf.Model
     raw: nn.Module | None = None
+    holds: int = 5  # a batch of four, and one that did not fit
+    read_only: frozenset[str] = frozenset()
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -48,12 +54,18 @@ def _llama() -> Subject:
     return Subject("llama", model, cast(LlamaEngine, model._engine).model)
 
 
+def _vllm() -> Subject:
+    model = tiny.llama(max_num_seqs=4)
+    return Subject("vllm", model, holds=8, read_only=frozenset({"attention_cached_keys", "attention_cached_values"}))
+
+
 ENGINES: Mapping[str, Callable[[], Subject]] = MappingProxyType(
     {
         "fake": _fake,
         "transformers": lambda: _transformers("llama"),
         "transformers, learned positions": lambda: _transformers("gpt2"),
         "llama": _llama,
+        "vllm": _vllm,
     }
 )
 """Each builds its Subject when a test first asks for it."""
@@ -72,6 +84,17 @@ def engine(request: pytest.FixtureRequest) -> Subject:
 @pytest.fixture
 def model(engine: Subject) -> jf.Model:
     return engine.model
+
+
+@pytest.fixture
+def editable(engine: Subject) -> Callable[[str], None]:
+    """Skips a test of edits where this engine lets a value be read alone."""
+
+    def check(name: str) -> None:
+        if name in engine.read_only:
+            pytest.skip(f"{name} can be read only")
+
+    return check
 
 
 @pytest.fixture

@@ -77,8 +77,11 @@ WRITTEN = (
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_an_edit_never_touches_another_request(model: jf.Model, prompts: list[list[int]], name: str) -> None:
+def test_an_edit_never_touches_another_request(
+    model: jf.Model, prompts: list[list[int]], name: str, editable: Callable[[str], None]
+) -> None:
     """One edits, before and after those that read; these are as they are alone, and the edit as it is alone."""
+    editable(name)
     if model.support(0)[name] is not None:
         pytest.skip(f"{name} is not available")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import jackfield as jf
+from tests.contract.conftest import Subject
 
 
 def last_stream(m: jf.Model, t: Any) -> Any:
@@ -89,7 +90,8 @@ def test_a_list_of_one_prompt_is_several(model: jf.Model, prompt: list[int]) -> 
     assert len(model.run([prompt])) == 1
 
 
-def test_a_stream_of_prompts_has_bounded_memory(model: jf.Model, prompt: list[int]) -> None:
+def test_a_stream_of_prompts_has_bounded_memory(engine: Subject, prompt: list[int]) -> None:
+    model = engine.model
     drawn, alive = 0, list[weakref.ref[jf.Result]]()
 
     def source() -> Iterator[list[int]]:
@@ -101,11 +103,11 @@ def test_a_stream_of_prompts_has_bounded_memory(model: jf.Model, prompt: list[in
     stream = model.run(source(), last_stream)
     assert drawn == 0
     for number, result in enumerate(stream):
-        assert drawn <= number + 5, "a batch of four, and one that did not fit"
+        assert drawn <= number + engine.holds
         alive.append(weakref.ref(result.saved["rows"][0]))
         del result
     assert drawn == 13
-    assert sum(reference() is not None for reference in alive) <= 5
+    assert sum(reference() is not None for reference in alive) <= engine.holds
 
 
 def test_invokes_have_bodies_of_their_own(model: jf.Model, prompts: list[list[int]]) -> None:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from jackfield.values.anatomy import AttentionAnatomy
 from jackfield.values.part import Part
 
 
+@runtime_checkable  # beartype, in tests, asks isinstance
 class Bindable(Protocol):
     """A block, as an engine needs it."""
 
@@ -73,6 +74,15 @@ class Engine(ABC):
     @abstractmethod
     def admit(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
         """Refuses, before anything runs, what cannot be run: InvalidRequest, RequestTooLong."""
+
+    def admit_block(self, prompt_token_ids: Sequence[int]) -> None:
+        """Refuses, before anything runs, a prompt that could run, but not with a block beside it."""
+        del prompt_token_ids
+
+    def outcomes(self, requests: Iterator[Request]) -> Iterator[Outcome]:
+        """Runs a stream of requests: their outcomes, in order, as they end. A bounded number of requests is held."""
+        for batch in self.batches(requests):
+            yield from self.execute(batch)
 
     @abstractmethod
     def execute(self, requests: Sequence[Request]) -> list[Outcome]:

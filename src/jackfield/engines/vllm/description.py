@@ -33,6 +33,7 @@ class Description:
     missing: Mapping[str, str]  # of the root's values
     modules: Mapping[str, str]  # the path and the class's name of every module
     limits: Mapping[str, int]  # the settings that bound a request: max_model_len, ...
+    untraceable: str | None = None  # why no block can run beside the requests of this engine
 
 
 class Outline(nn.Module):

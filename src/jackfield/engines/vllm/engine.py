@@ -1,42 +1,79 @@
-"""vLLM: continuous batches, CUDA graphs, many GPUs. The client's side, which holds prompts and results and no weights."""
+"""vLLM: continuous batches, CUDA graphs, many GPUs. The client's side: prompts and results, and no weights."""
 
-import io
+import functools
 import itertools
-import pickle
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-import torch
 from torch import Tensor
 
 from jackfield.engines.engine import Outcome, Request
 from jackfield.engines.request import Completion, FinishReason, Limits, Logprob, Sampling, admit
+from jackfield.engines.vllm.answers import can_map, heard
 from jackfield.engines.vllm.companion import Fate
 from jackfield.engines.vllm.description import Description, outline
+from jackfield.engines.vllm.driver import CLOSED, Driver, Ended, Sample
 from jackfield.engines.vllm.recorder import PROBE
-from jackfield.engines.vllm.served import Served, closed
-from jackfield.engines.vllm.shipping import Shipment, pack
+from jackfield.engines.vllm.served import Served
+from jackfield.engines.vllm.shipping import Ends, Shipment, dumps, pack
 from jackfield.engines.vllm.starting import start
-from jackfield.errors import EngineDied, RequestTooLong, TracingError
+from jackfield.errors import EngineDied, InvalidRequest, RequestTooLong, TracingError
+from jackfield.interleave.reference import Shared
 from jackfield.interleave.worker import Channel, Worker
 
 KEY: Final = "jackfield"  # in extra_args; scheduler.py, which imports vLLM, has it too
 SAME_NAMES: Final = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "ignore_eos", "include_stop_str_in_output", "logit_bias", "logprobs"),
-    *("prompt_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
 )
+REFUSED: Final = ("prompt_logprobs",)
+
+
+class SharedObjects:
+    """What the workers have of the objects that the model shares: each is sent once, when a block first uses it."""
+
+    def __init__(self, send: Callable[[str, Any], None]) -> None:
+        self._send, self._numbers = send, itertools.count()
+        self._keys: weakref.WeakKeyDictionary[Shared, str] = weakref.WeakKeyDictionary()
+        self._gone: deque[str] = deque()
+        self._lock = threading.Lock()
+
+    def key(self, shared: Any) -> Any:
+        """What an object is called there, or the object that is called so; sends what is not there yet."""
+        if not isinstance(shared, Shared):
+            return next(each for each, key in self._keys.items() if key == shared)
+        with self._lock:
+            if shared not in self._keys:
+                key = f"shared-{next(self._numbers)}"
+                self._send(key, shared.value)
+                self._keys[shared] = key
+                weakref.finalize(shared, self._gone.append, key)
+            return self._keys[shared]
+
+    def gone(self) -> list[str]:
+        """Those that nobody has any more, told once."""
+        return [self._gone.popleft() for _ in range(len(self._gone))]
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
-    """One sample of a request on its way through vLLM."""
+class _Sent:
+    """A request on its way: its samples, and what each will have ended in."""
 
-    name: str
-    request: int
-    traced: bool
+    samples: Sequence[Sample]
+    futures: "Sequence[Future[Ended]]"
+
+    def outcome(self) -> Outcome:
+        """Waits for all of its samples. An interrupt that a block has raised goes on here."""
+        outcome = Outcome()
+        for future in self.futures:
+            _add(outcome, future.result())
+        return outcome
 
 
 class VllmEngine(Served):
@@ -45,139 +82,147 @@ class VllmEngine(Served):
     def __init__(
         self, model: Any, *, dtype: Any = None, device: Any = None, family: Any = None, **options: Any
     ) -> None:
-        self._lock = threading.Lock()
         self._names = itertools.count()
-        self._llm: Any = start(model, dtype=dtype, device=device, family=family, options=options)
-        self.tokenizer = None if options.get("skip_tokenizer_init") else self._llm.get_tokenizer()
-        self.config = self._llm.llm_engine.model_config.hf_config
-        self._probe()
-        self.description = cast("Description", self._ask("jackfield_describe")[0])
+        self._shared = SharedObjects(self._send_shared)
+        self._front: Callable[[], Any] = lambda: None  # the model over this engine, which owns it
+        making = functools.partial(start, model, dtype=dtype, device=device, family=family, options=options)
+        self._driver = Driver(making, self._fates)
+        self.tokenizer = None if options.get("skip_tokenizer_init") else self.llm.get_tokenizer()
+        self.config = self.llm.llm_engine.model_config.hf_config
+        self.description = self._driver.do(self._described)
+        self._lending = self._driver.do(self._can_map)
         self.facts, self.tree, self.channels = self.description.facts, outline(self.description.modules), {}
 
     @property
     def llm(self) -> Any:
-        """vLLM's own `LLM`; EngineDied after `close`."""
-        if self._llm is None:
-            raise closed()
-        return self._llm
+        """The `vllm.LLM`; EngineDied after `close`."""
+        if self._driver.llm is None:
+            raise EngineDied(CLOSED)
+        return self._driver.llm
 
     def close(self) -> None:
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
+        self._driver.close()
 
     # -- running
 
     def admit(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
+        sampling.refuse(REFUSED, "vLLM")
         limits = self.description.limits
         admit(prompt_token_ids, sampling, Limits(self.facts.vocab_size, limits["max_model_len"], "max_model_len"))
 
-    def batches(self, requests: Iterator[Request]) -> Iterator[list[Request]]:
-        """vLLM makes its own batches; this bounds how many requests, and what they saved, are held at a time."""
-        most = 4 * self.description.limits["max_num_seqs"]
-        while batch := list(itertools.islice(requests, most)):
-            for request in batch:
-                self._admit_whole(request)
-            yield batch
-
-    def _admit_whole(self, request: Request) -> None:
+    def admit_block(self, prompt_token_ids: Sequence[int]) -> None:
+        if self.description.untraceable is not None:
+            raise InvalidRequest(f"No block can run beside this engine's requests: {self.description.untraceable}.")
         most = self.description.limits["max_num_batched_tokens"]
-        if request.block is not None and len(request.prompt_token_ids) > most:
+        if len(prompt_token_ids) > most:
             raise RequestTooLong(
-                f"{len(request.prompt_token_ids)} prompt tokens with a block run in one pass, which holds "
+                f"{len(prompt_token_ids)} prompt tokens with a block run in one pass, which holds "
                 f"max_num_batched_tokens={most}: load the model with a larger one."
             )
 
-    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+    def outcomes(self, requests: Iterator[Request]) -> Iterator[Outcome]:
+        """So many samples are on their way that vLLM's batch stays full while the first of them is waited for."""
         if Worker.current() is not None:
             raise TracingError("A trace cannot run inside a block: the model is busy with this one.")
-        with self._lock:
-            return self._execute(requests)
-
-    def _execute(self, requests: Sequence[Request]) -> list[Outcome]:
-        samples = self._samples(requests)
-        finished: dict[str, Any] = {}
+        most = 2 * self.description.limits["max_num_seqs"]
+        window: deque[_Sent] = deque()
         try:
-            for sample, (prompt, params) in samples.items():
-                self.llm.llm_engine.add_request(sample.name, prompt, params)
-            while len(finished) < len(samples):
-                finished |= {output.request_id: output for output in self._step() if output.finished}
-        except BaseException:
-            self._abandon([sample for sample in samples if sample.name not in finished])
-            raise
+            while True:
+                while sum(len(sent.samples) for sent in window) < most:
+                    request = next(requests, None)
+                    if request is None:
+                        break
+                    window.append(self._send(request))
+                if not window:
+                    return
+                outcome = window[0].outcome()
+                window.popleft()
+                yield outcome
+                del outcome  # it is the caller's, who may let go of it while the next is waited for
         finally:
-            fates = self._fates([sample for sample in samples if sample.traced])
-        outcomes = [Outcome() for _ in requests]
-        for sample in samples:
-            _add(outcomes[sample.request], finished[sample.name], fates.get(sample.name))
-        return outcomes
+            if window and self._driver.llm is not None:
+                self._driver.abandon([sample for sent in window for sample in sent.samples])
 
-    def _samples(self, requests: Sequence[Request]) -> Mapping[_Sample, tuple[Any, Any]]:
-        samples: dict[_Sample, tuple[Any, Any]] = {}
-        for number, request in enumerate(requests):
-            for sampling in request.sampling.samples():
-                sample = _Sample(f"{KEY}-{next(self._names)}", number, request.block is not None)
-                samples[sample] = self._prompt(sample, request), self._params(sample, request, sampling)
-        return samples
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        return list(self.outcomes(iter(requests)))
 
-    @staticmethod
-    def _prompt(sample: _Sample, request: Request) -> dict[str, Any]:
+    def batches(self, requests: Iterator[Request]) -> Iterator[list[Request]]:
+        """One by one: vLLM makes batches of its own."""
+        return ([request] for request in requests)
+
+    def _send(self, request: Request) -> _Sent:
+        self._front = weakref.ref(request.model)
+        if gone := self._shared.gone():
+            self._driver.do(self._tell, "jackfield_forget", gone)
+        samples = [self._sample(request, sampling) for sampling in request.sampling.samples()]
+        return _Sent(samples, [self._driver.submit(sample) for sample in samples])
+
+    def _sample(self, request: Request, sampling: Sampling) -> Sample:
         """Traced prompts have a salt of their own: what a block edits enters no cache that another request reads."""
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
-        return prompt | {"cache_salt": sample.name} if sample.traced else prompt
-
-    def _params(self, sample: _Sample, request: Request, sampling: Sampling) -> Any:
         from vllm import SamplingParams
 
+        name = f"{KEY}-{next(self._names)}"
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
         if request.block is None:
-            return SamplingParams(**_arguments(sampling))
+            return Sample(name, prompt, SamplingParams(**_arguments(sampling)), traced=False)
         text = getattr(request.prompt, "text", None)
-        shipment = Shipment(sample.name, cast("Any", request.block), text, request.prompt_token_ids)
-        data = pack(shipment, self, request.model)
-        return SamplingParams(**_arguments(sampling), extra_args={KEY: data}, skip_reading_prefix_cache=True)
-
-    def _step(self) -> list[Any]:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            return self.llm.llm_engine.step()
-        except EngineDeadError as error:
-            raise EngineDied(f"vLLM's engine died: {error}") from error
-
-    def _abandon(self, samples: Sequence[_Sample]) -> None:
-        if self._llm is not None:
-            self._llm.llm_engine.abort_request([sample.name for sample in samples])
-
-    def _fates(self, samples: Sequence[_Sample]) -> dict[str, Fate]:
-        """What became of the blocks, which are ended by being asked."""
-        if not samples or self._llm is None:
-            return {}
-        names = [sample.name for sample in samples]
-        return dict(zip(names, self._ask("jackfield_end", names)[0], strict=True))
+        data = pack(Shipment(name, cast("Any", request.block), text, request.prompt_token_ids), self._ends)
+        params = SamplingParams(**_arguments(sampling), extra_args={KEY: [name, data]}, skip_reading_prefix_cache=True)
+        return Sample(name, prompt | {"cache_salt": name}, params, traced=True)
 
     # -- asking the workers
 
-    def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        """One answer per rank."""
-        return [_loads(answer) for answer in self.llm.collective_rpc(method, args=arguments)]
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """The first rank's answer. On the driver's thread."""
+        return self._heard(self.llm.collective_rpc(method, args=arguments)[0])
 
-    def _probe(self) -> None:
-        from vllm import SamplingParams
-
-        vocab = self._llm.llm_engine.model_config.get_vocab_size()
-        ids = [(7 * i + 3) % vocab for i in range(6)]
-        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, extra_args={KEY: PROBE})
-        self._llm.llm_engine.add_request(f"{KEY}-probe", {"prompt_token_ids": ids}, params)
-        while self._llm.llm_engine.has_unfinished_requests():
-            self._step()
+    def _heard(self, answer: bytes) -> Any:
+        return heard(answer, self._ends, self._release)
 
     @property
-    def held(self) -> list[Mapping[str, int]]:
-        """What is alive in each worker, for tests of what is left over."""
-        return self._ask("jackfield_held")
+    def _ends(self) -> Ends:
+        return Ends(self, self._front(), self._shared.key)
+
+    def _send_shared(self, key: str, value: Any) -> None:
+        self._driver.do(self._tell, "jackfield_share", key, dumps(value, self._ends))
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        self.llm.collective_rpc(method, args=arguments)
+
+    def _release(self, descriptor: int) -> None:
+        self._tell("jackfield_release", [descriptor])
+
+    def _fates(self, names: Sequence[str]) -> Sequence[Fate]:
+        """What became of the blocks of samples that have ended; the workers forget them."""
+        return [self._heard(answer) for answer in self._ask("jackfield_end", list(names), self._lending)]
+
+    def _described(self) -> Description:
+        """Runs a short prompt, of which the workers see what passes where."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        ids = [(7 * i + 3) % engine.model_config.get_vocab_size() for i in range(6)]
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, extra_args={KEY: ["", PROBE]})
+        engine.add_request(f"{KEY}-probe", {"prompt_token_ids": ids}, params)
+        while engine.has_unfinished_requests():
+            engine.step()
+        return self._ask("jackfield_describe")
+
+    def _can_map(self) -> bool:
+        proof = self._ask("jackfield_proof")
+        mapped = can_map(proof)
+        if proof is not None:
+            self._release(proof.descriptor)
+        return mapped
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """What is alive in the first worker, for tests of what is left over."""
+        return self._driver.do(self._ask, "jackfield_held")
 
     def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
-        return self._ask("jackfield_project", pickle.dumps(x.detach().cpu()), norm)[0].to(x.device)
+        made: Tensor = self._driver.do(self._ask, "jackfield_project", dumps(x.detach(), self._ends), norm)
+        return made.to(x.device)
 
     # -- what only a block can do
 
@@ -199,23 +244,19 @@ def _arguments(sampling: Sampling) -> dict[str, Any]:
     return given
 
 
-def _add(outcome: Outcome, output: Any, fate: Fate | None) -> None:
-    (made,) = output.outputs
-    reason: FinishReason = made.finish_reason
-    if fate is not None:
-        reason = "error" if fate.error is not None else "stopped" if fate.stopped else reason
+def _add(outcome: Outcome, ended: Ended) -> None:
+    fate = Fate() if ended.fate is None else ended.fate
+    if fate.interrupt is not None:
+        raise fate.interrupt
+    (made,) = ended.output.outputs
+    reason: FinishReason = "error" if fate.error is not None else "stopped" if fate.stopped else made.finish_reason
     logprobs = None if made.logprobs is None else [_logprobs(each) for each in made.logprobs]
-    ids = list(output.prompt_token_ids)
+    ids = list(ended.output.prompt_token_ids)
     outcome.completions.append(Completion(ids, list(made.token_ids), made.text, reason, logprobs))
-    outcome.saved.append({} if fate is None else fate.saved)
-    outcome.returned.append(None if fate is None else fate.returned)
-    outcome.errors.append(None if fate is None else fate.error)
+    outcome.saved.append(fate.saved)
+    outcome.returned.append(fate.returned)
+    outcome.errors.append(fate.error)
 
 
 def _logprobs(of_token: Mapping[int, Any]) -> dict[int, Logprob]:
     return {token: Logprob(each.logprob, each.rank, each.decoded_token) for token, each in of_token.items()}
-
-
-def _loads(answer: bytes) -> Any:
-    with torch.inference_mode(False):
-        return pickle.load(io.BytesIO(answer))

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with three habits more: a traced prompt runs whole, makes room for itself, and is preempted last.
+"""vLLM's scheduler, with habits more: a traced prompt runs whole, makes room for itself, and is preempted last.
 
 And it ends the requests whose block has stopped or failed, by what the worker's output says of them.
 """
@@ -6,8 +6,10 @@ And it ends the requests whose block has stopped or failed, by what the worker's
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 KEY = "jackfield"
 """Under which a request's extra_args carry its block, and the runner's output the requests that end."""
@@ -19,7 +21,7 @@ def is_traced(request: Any) -> bool:
 
 
 class _Whole(Scheduler):
-    """What is added. `allocate_slots` has the same first two parameters in all of vLLM 0.25 to 0.33; None is "not now"."""
+    """What is added. `allocate_slots` begins with the same two parameters in vLLM 0.25 to 0.33; None is "not now"."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,22 +35,40 @@ class _Whole(Scheduler):
             return allocate(request, num_new_tokens, *args, **kwargs)
 
         self.kv_cache_manager.allocate_slots = allocate_slots
+        self._in_vain: tuple[str, int] | None = None  # for which request, among how many, others have stepped aside
+        self._texts: dict[str, Any] = {}  # the text so far of traced requests that a stop string may end
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """One step; where a traced prompt waits and does not fit beside the running requests, some of these wait once."""
+        """One step; where a traced prompt does not fit beside the running requests, some of these wait once."""
         self.running.sort(key=lambda request: not is_traced(request))  # the last is preempted first
+        resting = [request for request in self.running if _is_ahead(request)]
+        self.running = [request for request in self.running if request not in resting]
         head = self.waiting.peek_request() if self.waiting else None
-        if head is None or not is_traced(head) or len(self.running) >= self.max_num_running_reqs:
-            return super().schedule(*args, **kwargs)
-        waiting = self._step_aside(head)
-        config, most = self.scheduler_config, self.max_num_running_reqs
+        if head is None or not self._makes_room(head, len(self.running) + len(resting)):
+            return self._scheduled(resting, *args, **kwargs)
+        resting += self._step_aside(head)
+        config = self.scheduler_config
         threshold, config.long_prefill_token_threshold = config.long_prefill_token_threshold, 0
-        self.max_num_running_reqs = most - len(waiting)
+        try:
+            return self._scheduled(resting, *args, **kwargs)
+        finally:
+            config.long_prefill_token_threshold = threshold
+            waits = self.waiting and self.waiting.peek_request() is head
+            self._in_vain = (head.request_id, len(self.running)) if waits else None
+
+    def _scheduled(self, resting: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """One step without these running requests, which keep their places."""
+        self.max_num_running_reqs -= len(resting)
         try:
             return super().schedule(*args, **kwargs)
         finally:
-            config.long_prefill_token_threshold, self.max_num_running_reqs = threshold, most
-            self.running.extend(waiting)
+            self.max_num_running_reqs += len(resting)
+            self.running.extend(resting)
+
+    def _makes_room(self, head: Any, running: int) -> bool:
+        """Whether requests step aside for a waiting one; where blocks were lacking, not before a request has ended."""
+        known = self._in_vain == (head.request_id, running)
+        return is_traced(head) and not known and running < self.max_num_running_reqs
 
     def _step_aside(self, head: Any) -> list[Any]:
         """Takes out of `running` what leaves no room for the prompt of `head`, and returns it."""
@@ -64,13 +84,43 @@ class _Whole(Scheduler):
         return aside
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Ends what the worker says has ended: its next token, which is this step's, is its last."""
+        """Ends what the worker says has ended, and what its text ends: this step's token is the last."""
         ended: Mapping[str, str] = getattr(model_runner_output, KEY, {})
-        for request_id in ended:
+        for request_id in (*ended, *self._ended_by_text(model_runner_output)):
             request = self.requests.get(request_id)
             if request is not None:
                 request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
+                request.sampling_params.min_tokens = 0
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _ended_by_text(self, output: Any) -> list[str]:
+        """Traced requests that this step's token gives a stop string.
+
+        vLLM's client finds these as well, but when the next step may have begun, of which no block may see anything.
+        """
+        self._texts = {request_id: text for request_id, text in self._texts.items() if request_id in self.requests}
+        found: list[str] = []
+        for request_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=False):
+            request = self.requests.get(request_id)
+            if request is None or not token_ids or not is_traced(request) or not request.sampling_params.stop:
+                continue
+            if request_id not in self._texts:
+                tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
+                self._texts[request_id] = IncrementalDetokenizer.from_new_request(tokenizer, request)
+            if self._texts[request_id].update(list(token_ids), False):
+                found.append(request_id)
+        return found
+
+
+def _is_ahead(request: Any) -> bool:
+    """Whether a step of a traced request is under way, whose token may be its last: the next one waits for it.
+
+    Under asynchronous scheduling alone. The length that ends a request is known before.
+    """
+    if not request.num_output_placeholders or not is_traced(request):
+        return False
+    params = request.sampling_params
+    return bool(params.stop or params.all_stop_token_ids or not params.ignore_eos)
 
 
 class _Sync(_Whole): ...

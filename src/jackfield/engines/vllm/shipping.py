@@ -1,26 +1,30 @@
-"""A request's block on its way to the workers, and what it saved on the way back.
+"""A request's block on its way to the workers, and what became of it on the way back.
 
 Blocks are code, pickled by value: what a client sends is unpickled in the workers of its own engine, and nowhere else.
-Parts of a model go as what they are called; on the other side they are parts of the worker's own model.
+Parts of a model go as what they are called; on the other side they are parts of the model there. Errors keep their
+class, their attributes, what they came of, and the lines that they passed.
 """
 
 import io
+import marshal
 import pickle
 import site
 import sys
 import sysconfig
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from types import CodeType, FunctionType, ModuleType, TracebackType
+from typing import Any
 
 import cloudpickle
+import torch
 from torch import Tensor
 
 from jackfield.engines.engine import Engine
 from jackfield.errors import TracingError
+from jackfield.interleave.reference import Shared
 from jackfield.trace.capture import Block
 from jackfield.values.layer import Layers
 from jackfield.values.part import Part
@@ -36,56 +40,130 @@ class Shipment:
     prompt_token_ids: tuple[int, ...]
 
 
-def pack(shipment: Shipment, engine: Engine, model: Any) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What stands for itself on both ends of a way: an engine, the model over it, and what was shared with it.
+
+    `shared` says what an object is called on the other end (`Shared` to its key), or finds it (the other way round).
+    """
+
+    engine: Engine
+    model: Any
+    shared: Callable[[Any], Any]
+
+
+def pack(shipment: Shipment, ends: Ends) -> bytes:
     """A shipment as bytes. TracingError names what cannot be sent."""
-    buffer = io.BytesIO()
     try:
         with _by_value(shipment.block.module):
-            _Packer(buffer, engine, model).dump(shipment)
+            return dumps(shipment, ends)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TracingError(
             f"The block at {shipment.block.origin} cannot be sent to vLLM's workers: {error}. Make what it uses inside "
             "the block, or pass it plain data."
         ) from error
+
+
+def dumps(value: Any, ends: Ends, apart: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
+    """Any object as bytes. The memory of tensors is handed to `apart`, where it is given."""
+    buffer = io.BytesIO()
+    _Packer(buffer, ends, apart).dump(value)
     return buffer.getvalue()
 
 
-def unpack(data: bytes, engine: Engine, model: Any) -> Shipment:
-    """The shipment; parts are of `model`, the worker's own."""
-    return cast("Shipment", _Unpacker(io.BytesIO(data), engine, model).load())
+def loads(data: bytes, ends: Ends, buffers: Sequence[Any] | None = None) -> Any:
+    """The object again; parts are of this end's model. Tensors stand in the memory of `buffers`."""
+    with torch.inference_mode(False):  # a tensor born in it has no version counter
+        return _Unpacker(io.BytesIO(data), ends, buffers).load()
 
 
 class _Packer(cloudpickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, engine: Engine, model: Any) -> None:
-        super().__init__(buffer, protocol=5)
-        self._engine, self._model = engine, model
+    def __init__(self, buffer: io.BytesIO, ends: Ends, apart: Any) -> None:
+        super().__init__(buffer, protocol=5, buffer_callback=apart)
+        self._ends = ends
 
     def persistent_id(self, obj: Any) -> Any:
-        if obj is self._engine:
+        if obj is self._ends.engine:
             return ("engine",)
-        if obj is self._model:
+        if obj is self._ends.model:
             return ("model",)
-        return None
+        return ("shared", self._ends.shared(obj)) if type(obj) is Shared else None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Part):
-            if obj._server is not self._engine:
+            if obj._server is not self._ends.engine:
                 raise pickle.PicklingError(f"{obj!r} is a part of another model")
             return type(obj), (obj._server, obj._path, obj._layer, obj._call)
         if isinstance(obj, Layers):
             return Layers, (obj._server, len(obj))
-        if isinstance(obj, Tensor) and obj.device.type != "cpu":
-            return cast("Any", obj.detach().cpu().__reduce_ex__(5))  # where it is sent there may be no such device
+        if isinstance(obj, CodeType):  # cloudpickle forgets which file it is of
+            return marshal.loads, (marshal.dumps(obj),)
+        if isinstance(obj, BaseException):
+            return _error, _of_error(obj)
+        if type(obj) is Tensor and _is_plain(obj):
+            # Copied to the CPU: where it is sent there may be no such device.
+            memory = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return _tensor, (pickle.PickleBuffer(memory), obj.dtype, obj.shape, obj.requires_grad)
         return super().reducer_override(obj)
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, buffer: io.BytesIO, engine: Engine, model: Any) -> None:
-        super().__init__(buffer)
-        self._engine, self._model = engine, model
+    def __init__(self, buffer: io.BytesIO, ends: Ends, buffers: Sequence[Any] | None) -> None:
+        super().__init__(buffer, buffers=buffers)
+        self._ends = ends
 
     def persistent_load(self, pid: tuple[str, ...]) -> Any:
-        return self._engine if pid[0] == "engine" else self._model
+        if pid[0] == "shared":
+            return self._ends.shared(pid[1])
+        return self._ends.engine if pid[0] == "engine" else self._ends.model
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    dense = tensor.layout == torch.strided and not tensor.is_quantized and tensor.is_leaf
+    return dense and tensor.numel() > 0 and not vars(tensor)
+
+
+def _tensor(memory: Any, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> Tensor:
+    return torch.frombuffer(memory, dtype=dtype).view(shape).requires_grad_(requires_grad)
+
+
+def _of_error(error: BaseException) -> tuple[Any, ...]:
+    kin = error.__cause__, error.__context__, error.__suppress_context__
+    return type(error), error.args, dict(vars(error)), kin, _lines(error.__traceback__)
+
+
+def _error(
+    kind: type[BaseException],
+    args: tuple[Any, ...],
+    attributes: dict[str, Any],
+    kin: tuple[BaseException | None, BaseException | None, bool],
+    lines: Any,
+) -> BaseException:
+    """An error as it was. A constructor written in Python is not called: it may want other arguments than `args`."""
+    made = kind.__new__(kind, *args)
+    made.args = args
+    if not isinstance(kind.__init__, FunctionType):
+        kind.__init__(made, *args)
+    vars(made).update(attributes)
+    made.__cause__, made.__context__, made.__suppress_context__ = kin
+    return made.with_traceback(_traceback(lines))
+
+
+def _lines(trace: TracebackType | None) -> Any:
+    """Which lines a traceback passed, as plain data."""
+    if trace is None:
+        return None
+    from tblib import Traceback  # the extra "vllm" brings it
+
+    return Traceback(trace).to_dict()
+
+
+def _traceback(lines: Any) -> TracebackType | None:
+    if lines is None:
+        return None
+    from tblib import Traceback
+
+    return Traceback.from_dict(lines).as_traceback()
 
 
 @contextmanager
