@@ -7,9 +7,10 @@ stream of them; `tokenize` makes token ids. Whether these fit a model is `reques
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeGuard, cast
+from typing import Any, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from jackfield.errors import InvalidRequest
@@ -62,6 +63,7 @@ class Stream:
     prompts: Iterator[Prompt]
 
 
+@runtime_checkable  # beartype, in tests, asks isinstance
 class Tokenizer(Protocol):
     """What is asked of a tokenizer: transformers' have it, and so have vLLM's."""
 
@@ -109,7 +111,7 @@ def _is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, list | tuple | range)
 
 
-def _is_array(value: object) -> TypeGuard[torch.Tensor | np.ndarray[Any, Any]]:
+def _is_array(value: object) -> TypeGuard[torch.Tensor | npt.NDArray[Any]]:
     return isinstance(value, torch.Tensor | np.ndarray)
 
 
@@ -131,7 +133,7 @@ def _no_prompt(value: object) -> str:
     return f"{found}."
 
 
-def _listed(array: "torch.Tensor | np.ndarray[Any, Any]") -> Sequence[object]:
+def _listed(array: "torch.Tensor | npt.NDArray[Any]") -> Sequence[object]:
     if array.ndim != 1:
         raise InvalidRequest(
             f"An array of shape {list(array.shape)} is no prompt: one prompt has one axis. "

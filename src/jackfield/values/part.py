@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, SupportsIndex, cast
+from typing import Any, Protocol, SupportsIndex, cast, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from jackfield.values.value import Value
 Picks = int | slice | Sequence[int] | None
 
 
+@runtime_checkable  # beartype, in tests, asks isinstance
 class Server(Protocol):
     """What the parts of a model ask of its engine."""
 

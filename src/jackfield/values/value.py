@@ -1,13 +1,14 @@
 """A named value: a descriptor that reads and writes it inside a block, and its line in the table of values."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jackfield.interleave.worker import WHOLE, Selection
 
 DECODE_STEP = "this engine's cache cannot be read back, so only step 0 has all the keys; read it on step 0"
 
 
+@runtime_checkable  # beartype, in tests, asks isinstance
 class Holder(Protocol):
     """What carries descriptors: a part of a model."""
 

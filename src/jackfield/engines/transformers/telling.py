@@ -7,7 +7,7 @@ pattern that it returns beside its output, is not computed again.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ CacheLayer = Callable[[], tuple[Tensor, Tensor] | None]
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+@runtime_checkable  # beartype, in tests, asks isinstance
 class AttentionListener(Protocol):
     """What hears an attention of B requests, t rows and n keys. Every tensor is the module's own, or a view of it.
 
