@@ -24,6 +24,18 @@ from jackfield.errors import (
     ValueAccessError,
 )
 from jackfield.interleave.site import Port, Site
+from jackfield.interventions.documents import from_json, to_json
+from jackfield.interventions.kinds import (
+    Capture,
+    Intervention,
+    Knockout,
+    Probe,
+    Project,
+    Replace,
+    Scale,
+    Skip,
+    Steer,
+)
 from jackfield.model import Model
 from jackfield.trace.result import Result
 from jackfield.values.anatomy import Formula, Missing
@@ -35,15 +47,18 @@ from jackfield.values.value import DECODE_STEP, Value
 __all__ = [
     "DECODE_STEP",
     "AttentionFuser",
+    "Capture",
     "EditMismatch",
     "EngineDied",
     "EngineError",
     "Family",
     "Formula",
+    "Intervention",
     "InvalidIntervention",
     "InvalidPlot",
     "InvalidRequest",
     "JackfieldError",
+    "Knockout",
     "Missing",
     "MissingExtra",
     "Model",
@@ -51,9 +66,15 @@ __all__ = [
     "NotReached",
     "OutOfOrder",
     "Port",
+    "Probe",
+    "Project",
+    "Replace",
     "RequestTooLong",
     "Result",
+    "Scale",
     "Site",
+    "Skip",
+    "Steer",
     "TracingError",
     "Unavailable",
     "UnboundSave",
@@ -64,7 +85,9 @@ __all__ = [
     "UnsupportedVersion",
     "Value",
     "ValueAccessError",
+    "from_json",
     "interface_call",
     "interface_calls",
+    "to_json",
     "values",
 ]

@@ -1,7 +1,7 @@
 """Model: one front for every engine."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from jackfield.engines.engine import Engine
+from jackfield.engines.intervened import with_interventions
+from jackfield.engines.prompt import One, parse_prompts
+from jackfield.engines.request import Sampling
 from jackfield.errors import InvalidRequest, UnknownValue, near
 from jackfield.interleave.reference import Shared
-from jackfield.session import Job, Trace, run
+from jackfield.interventions.kinds import Intervention
+from jackfield.interventions.shared import Named
+from jackfield.session import Job, Trace, raise_errors, result, run
 from jackfield.trace.capture import Block
+from jackfield.trace.result import Result
 from jackfield.values.layer import Layers
 from jackfield.values.part import Part, ValuePart, value_names
 from jackfield.values.root import RootValues
@@ -37,6 +43,8 @@ class Model(RootValues, ValuePart):
     Raises UnknownModel, UnsupportedModel, InvalidRequest.
     """
 
+    _named: dict[str, Any]  # what is shared under a name
+
     def __init__(
         self,
         model: Any,
@@ -48,12 +56,14 @@ class Model(RootValues, ValuePart):
         **options: Any,
     ) -> None:
         super().__init__(_engine(engine, model, dtype, device, family, options), "")
+        object.__setattr__(self, "_named", {})
 
     @classmethod
     def over(cls, engine: Engine) -> "Model":
         """The front over an engine that is there already."""
         model = cls.__new__(cls)
         Part.__init__(model, engine, "")
+        object.__setattr__(model, "_named", {})
         return model
 
     @classmethod
@@ -99,6 +109,32 @@ class Model(RootValues, ValuePart):
         """`run`, in a thread of its own."""
         return await asyncio.to_thread(self.run, prompt, block, **arguments)
 
+    def generate(
+        self,
+        prompts: Any,
+        interventions: Sequence[Intervention] | Sequence[Sequence[Intervention]] = (),
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> list[Result]:
+        """A Result for each prompt, with edits and captures that are data: one list for all, or one per prompt.
+
+        At one site they apply in the order of their list; sites come in the order of the forward pass. What a Capture
+        or a Probe keeps is in `Result.saved`, under its site. InvalidIntervention, before anything runs, for one that
+        this model cannot do.
+
+        >>> more = jf.Steer("layers.18.layer_output", vector, scale=4.0)                # doctest: +SKIP
+        >>> model.generate("The weather is", [more], max_tokens=8)[0].text              # doctest: +SKIP
+        """
+        parsed, job = parse_prompts(prompts), Job(self._engine, self, sampling, chat_template_kwargs)
+        wanted = [parsed.prompt] if isinstance(parsed, One) else list(parsed.prompts)
+        arguments = Sampling.parse(**sampling)
+        plain = [job.request(prompt, None, arguments) for prompt in wanted]
+        requests = with_interventions(plain, interventions, self._engine, self._named)
+        found = list(self._engine.outcomes(iter(requests)))
+        raise_errors(found, of=len(found))
+        return [result(outcome) for outcome in found]
+
     def project_on_vocab(self, x: Tensor, norm: bool = True) -> Tensor:
         """Final norm, output head, scale and cap on any [..., d_model]: [..., vocab]. Inside blocks and out.
 
@@ -106,9 +142,19 @@ class Model(RootValues, ValuePart):
         """
         return self._engine.project_on_vocab(x, norm=norm)
 
-    def share(self, value: Any) -> Shared:
-        """Keeps a large object (an autoencoder, a bank of vectors) with the model; its handle works in any block."""
-        return Shared(_on_device(value, self.device))
+    def share(self, value: Any, *, name: str | None = None) -> Shared:
+        """Keeps a large object (an autoencoder, a bank of vectors) with the model; its handle works in any block.
+
+        Interventions take the handle of a tensor in its place, or `name`, which is then what their JSON has. A name
+        that was given before now means this object. InvalidRequest for a name that is no text.
+        """
+        kept = _on_device(value, self.device)
+        if name is None:
+            return Shared(kept)
+        if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]  # the caller's
+            raise InvalidRequest(f"name={name!r}: what is shared has some text as its name, or None.")
+        self._named[name] = kept
+        return Named(kept, name)
 
     def support(self, layer: int | None = None) -> Mapping[str, str | None]:
         """For each name, None (available) or the reason it is not; identities that do not hold are listed too.

@@ -1,0 +1,89 @@
+"""What captures and probes keep of a request, from step to step: all rows, the last, or the mean."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from jackfield.errors import NotReached
+from jackfield.interventions.places import Place
+
+
+class Kept(ABC):
+    """Rows of one place, the newest last: each [tokens, ...], of which the last axis may grow with the keys."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._unseen = -torch.inf if place.name == "attention_scores" else 0.0  # what a key holds that came later
+
+    @abstractmethod
+    def add(self, rows: Tensor) -> None:
+        """Takes the rows of a step. They are the keeper's own from then on."""
+
+    @abstractmethod
+    def result(self) -> Tensor:
+        """What is kept of all of them."""
+
+    def widened(self, rows: Tensor, width: int) -> Tensor:
+        """Rows of fewer keys, as rows of `width`."""
+        missing = width - rows.shape[-1]
+        return torch.nn.functional.pad(rows, (0, missing), value=self._unseen) if missing else rows
+
+
+class AllRows(Kept):
+    """Every row: [tokens, ...]; `nothing` [0, ...] where none came."""
+
+    def __init__(self, place: Place, nothing: Tensor) -> None:
+        super().__init__(place)
+        self._rows: list[Tensor] = []
+        self._nothing = nothing
+
+    def add(self, rows: Tensor) -> None:
+        self._rows.append(rows)
+
+    def result(self) -> Tensor:
+        if not self._rows:
+            return self._nothing
+        if self._rows[0].ndim == 1:
+            return torch.cat(self._rows)
+        width = self._rows[-1].shape[-1]
+        return torch.cat([self.widened(rows, width) for rows in self._rows])
+
+
+class LastRow(Kept):
+    """The last row that came: [...]."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._row: Tensor | None = None
+
+    def add(self, rows: Tensor) -> None:
+        self._row = rows[-1].clone()
+
+    def result(self) -> Tensor:
+        return _came(self._row, self.place)
+
+
+class MeanRow(Kept):
+    """The mean of the rows, in float32 (float64 for a float64 model): [...]."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._sum: Tensor | None = None
+        self._count = 0
+
+    def add(self, rows: Tensor) -> None:
+        total = rows.to(torch.promote_types(rows.dtype, torch.float32)).sum(0)
+        self._count += len(rows)
+        if self._sum is not None:
+            total = total + (self.widened(self._sum, total.shape[-1]) if total.ndim else self._sum)
+        self._sum = total
+
+    def result(self) -> Tensor:
+        return _came(self._sum, self.place) / self._count
+
+
+def _came(found: Tensor | None, place: Place) -> Tensor:
+    if found is None:
+        raise NotReached(f"{place} was to be reduced over positions of which none came before the request ended.")
+    return found
