@@ -33,7 +33,7 @@ def _measure(options: argparse.Namespace) -> Measured:
     jobs = [job for job in JOBS if job.name in options.jobs]
     folder = sample_model()
     runs = {"threads": options.threads, "rounds": options.rounds}
-    # First, so that an environment that does not work is found before ten minutes of timing.
+    # First, so that an environment that does not work is found before minutes of timing.
     memory = remembered(places, folder, threads=options.threads) if options.memory else []
     seconds, versions = timed(places, folder, jobs, repeats=options.repeats, **runs)
     about = conditions(seconds, versions, took_s=time.perf_counter() - began, **runs)

@@ -41,7 +41,7 @@ class Job:
         return max(1, round(self.budget_s / rounds / once_s))
 
 
-JOBS: Final = (Job("generation", 180.0), Job("prompt", 150.0), Job("overhead", 50.0))
+JOBS: Final = (Job("generation", 110.0), Job("prompt", 90.0), Job("overhead", 50.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ Seconds: TypeAlias = dict[str, dict[str, dict[str, list[float]]]]
 
 # The threads of a process that has just had its turn spin for some milliseconds before they sleep.
 PAUSE_S = 0.2
+OURS = "jackfield"  # whose numbers the tables are about
 
 
 class Process:
@@ -44,6 +45,10 @@ class Process:
         if not line:
             raise RuntimeError(f"the process of {self.library} ended with {self._process.wait()}; see above")
         return json.loads(line)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     def close(self) -> None:
         self._process.communicate()
@@ -89,7 +94,7 @@ def _ready(processes: Sequence[Process], job: Job) -> list[tuple[Process, dict[s
     found: list[tuple[Process, dict[str, Any]]] = []
     for each in processes:
         _say(f"{job.name}: {each.library} gets ready")
-        if answer := each.ask("prepare", job=job.name):
+        if answer := answered(each, "prepare", job=job.name):
             found.append((each, answer))
     return found
 
@@ -101,8 +106,8 @@ def _rounds(processes: Sequence[Process], job: Job, rounds: int, repeats: int) -
         start = number % len(processes)
         for each in (*processes[start:], *processes[:start]):
             time.sleep(PAUSE_S)
-            answer = each.ask("time", job=job.name, repeats=repeats, first=number * repeats)
-            for case, seconds in answer["seconds"].items():
+            answer = answered(each, "time", job=job.name, repeats=repeats, first=number * repeats)
+            for case, seconds in answer.get("seconds", {}).items():
                 found[each.library].setdefault(case, []).extend(seconds)
     return found
 
@@ -117,8 +122,22 @@ def remembered(environments: Sequence[Environment], folder: Path, *, threads: in
         _say(f"memory: {case.job}, {case.key}")
         # Without this glibc moves the threshold with what is freed, and blocks of some MB stay with the process.
         with process(by_library[case.library], folder, threads, MALLOC_MMAP_THRESHOLD_="131072") as each:
-            found.append({"job": case.job, "case": case.key, **each.ask("memory", job=case.job, case=case.key)})
+            if answer := answered(each, "memory", job=case.job, case=case.key):
+                found.append({"job": case.job, "case": case.key, **answer})
     return found
+
+
+def answered(process: Process, do: str, **arguments: Any) -> dict[str, Any]:
+    """The answer; none of a peer that has died over it, whose place in the table stays empty. Ours may not die."""
+    if not process.alive:
+        return {}
+    try:
+        return process.ask(do, **arguments)
+    except (RuntimeError, BrokenPipeError) as error:
+        if process.library == OURS:
+            raise
+        _say(f"without {process.library} from here on: {error}")
+        return {}
 
 
 def _variables(threads: int) -> dict[str, str]:
