@@ -16,14 +16,14 @@ import jackfield as jf
 from tests import zoo
 from tests.engines.transformers.reading import pairs, tokens_of
 from tests.engines.transformers.test_edits import edit_of
-from tests.engines.vllm.families import FAMILIES, SEED, STEPS, Family, Running, running
+from tests.engines.vllm.families import FAMILIES, SEED, STEPS, Running, running
 from tests.reference.edits import OF_THE_MODEL, WRITABLE, edited_tokens
 from tests.reference.mutants import MUTANTS
 from tests.reference.record import Step
 
 pytestmark = pytest.mark.slow
 
-EDITED = ("llama", "gemma2", "granite", "gpt2", "gptj", "cohere", "opt", "exaone4", "mixtral", "gpt_oss")
+EDITED = ("llama", "gemma2", "granite", "gpt2", "cohere", "opt", "exaone4", "mixtral", "gpt_oss")
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=str)

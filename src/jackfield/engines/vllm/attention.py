@@ -91,7 +91,7 @@ class PagedAttention:
 
     @property
     def cached(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all of the request, [1, kv_head, key, width] each; NaN where a window dropped a position."""
+        """Keys and values of all of the request, [1, kv_head, key, width] each; NaN where a window dropped one."""
         if self._cached is None:
             if self._refusal is not None:
                 raise Unavailable(self._refusal)

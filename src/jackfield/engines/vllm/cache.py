@@ -1,7 +1,7 @@
 """The paged cache of an attention layer: how keys and values lie in it, found by writing known ones into it.
 
-The layout differs by backend, by version and, on CPUs, by instruction set. Each is a pair of functions of a layer's cache
-tensor; the one that gives back what was put in is taken. Where none does, nothing is served from the cache.
+The layout differs by backend, by version and, on CPUs, by instruction set. Each is a function of a layer's cache;
+the one that gives back what was put in is taken. Where none does, nothing is served from the cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -135,6 +135,8 @@ def _matching(
     values: Float[Tensor, "token kv_head d_value"],
 ) -> Keys | None:
     for layout in LAYOUTS.values():
+        if layout is _apart and cache.shape[0] != 2:
+            continue  # picking a block of it would copy a large part of another layout
         try:
             found = layout(_pick(cache, torch.zeros(1, dtype=torch.long, device=cache.device), layout), d_head)
         except (RuntimeError, IndexError, ValueError):  # a shape that is not this layout's

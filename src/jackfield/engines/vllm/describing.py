@@ -1,5 +1,6 @@
 """From what the probe saw pass to a Description, and to the channels that serve each value."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -199,7 +200,8 @@ class Describer:
             if places[0] not in self.of:
                 return unrotated
         heads = received.x.unflatten(-1, (count, -1))
-        projection = find_heads([self.of[site] for site in self.of if site in places], heads, self.dtype)
+        ahead = itertools.takewhile(lambda seen: seen.site != received.site, self.of.values())
+        projection = find_heads([seen for seen in ahead if seen.site in places], heads, self.dtype)
         if projection is None:
             return NO_HEADS
         is_plain = not is_rotated(projection, self.of[projection.site].x, heads, self.near)

@@ -114,4 +114,4 @@ class ForwardPass:
 def _flat(tensor: Tensor, rows: int) -> Tensor:
     """[row, width], heads beside each other: models that come from transformers have a batch axis of 1 before it."""
     own = tensor[0] if tensor.ndim > 2 and tensor.shape[0] == 1 != rows else tensor
-    return own.flatten(1)
+    return own.flatten(1) if own.shape[0] == rows else own.new_empty(0, 0)  # several streams have no rows of one

@@ -1,7 +1,7 @@
 """The tap of an attention op: a wrapper on its implementation's `forward`, which vLLM looks up at each call.
 
-Keys and values are in the cache before it runs. Edited ones are put there again, so queries, keys and values may be read
-and edited in any order. torch.compile does not see the wrapper, and need not.
+Keys and values are in the cache before it runs. Edited ones are put there again, so queries, keys and values may be
+read and edited in any order. torch.compile does not see the wrapper, and need not.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,8 @@ class OpTap:
     def _before(self, now: "ForwardPass", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
         self._attend.passed = now.clock
         for name, operand in zip("qkv", (q, k, v), strict=True):
-            now.host.keep(Site(self.path, Port.ATTEND, name), operand, None)
+            if operand is not None:
+                now.host.keep(Site(self.path, Port.ATTEND, name), operand, None)
         if not self._attend.workers:
             return
         workers, self._attend.workers = self._attend.workers, []

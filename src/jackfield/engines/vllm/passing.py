@@ -73,7 +73,7 @@ class HeadsChannel(StreamChannel):
 class HeadResultsChannel(HeadsChannel):
     """Each head's part of the output projection's result: [1, token, head, d_model].
 
-    The projection itself is asked, with all other heads at zero: its weights may be packed, quantized, or cut over ranks.
+    The projection itself is asked, with all other heads at zero: its weights may be packed, quantized or cut.
     """
 
     def __init__(self, name: str, site: Site, num_heads: int, projection: Callable[..., Any]) -> None:

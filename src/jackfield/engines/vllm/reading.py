@@ -1,7 +1,7 @@
 """What each tap's tensor means, decided by numbers on one probe prompt: which tensors add up to which stream.
 
-vLLM's blocks take and return the stream itself, or two halves of it, and both may look alike: a block can return the whole
-stream and something else beside it. Sublayers may be normed, scaled or folded into one another on the way. Sums tell:
+vLLM's blocks take and return the stream itself, or two halves of it, and both may look alike: a block can return the
+whole stream and something else beside it. Sublayers may be normed, scaled or folded into one another. Sums tell:
 what was added between a block's input and its middle is what the attention adds, whatever it is called.
 """
 
@@ -19,6 +19,8 @@ from jackfield.values.anatomy import Missing
 
 NOTHING_ADDS_UP = "no tensors of this layer were found that add up to its stream"
 NO_NORM = Missing("no norm of this layer feeds it")
+STREAM = ("layer_input", "attention_output", "layer_mid", "mlp_output", "layer_output")
+SEVERAL_STREAMS = Missing("what passes from layer to layer is not one stream")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,14 @@ def _within(path: str, seen: Sequence[Seen]) -> list[Seen]:
 class _Layer:
     def __init__(self, block: BlockStructure, seen: list[Seen], near: Tolerance, *, summed: bool) -> None:
         self.block, self.seen, self.near, self.summed = block, seen, near, summed
-        self.attended = next((i for i, each in enumerate(seen) if each.site.port is Port.HEADS), None)
+        self.mixer = block.attention or next((x.site.path for x in seen if x.site.path in block.sublayers), None)
+        self.heads = next((each for each in seen if each.site.port is Port.HEADS), None)
+        self.attended = next((i for i, each in enumerate(seen) if self._is_mixing(each)), None)
         self.entering, self.leaving = (seen[i].stream(summed=summed) for i in (0, -1))
+        self.usual = _usual(self.entering) & _usual(self.leaving)
+
+    def _is_mixing(self, each: Seen) -> bool:
+        return each is self.heads if self.heads is not None else each.site.path == self.mixer
 
     def read(self) -> LayerReading:
         sums = self._sums()
@@ -87,12 +95,14 @@ class _Layer:
             "layer_input": Stream(self.seen[0].site, self.summed),
             "layer_output": Stream(self.seen[-1].site, self.summed),
             **sums,
-            "attention_norm_output": self._norm_before(self.block.attention) or NO_NORM,
+            "attention_norm_output": self._norm_before(self.mixer) or NO_NORM,
             "mlp_norm_output": self._mlp_norm(),
             "mlp_activations": self._activations(mlp),
             "router_logits": self._router(),
         }
-        return LayerReading(values, self.block.attention, mlp, self._output_projection())
+        if not self.entering.numel():
+            values |= dict.fromkeys(STREAM, SEVERAL_STREAMS)
+        return LayerReading(values, self.mixer, mlp, self._output_projection())
 
     # -- what adds up to what
 
@@ -124,8 +134,9 @@ class _Layer:
     def _part(self, added: Tensor, after: int, until: int) -> Stream | None:
         """The tensor that, but for a factor, is what was added: the last of those from `after` on, up to `until`."""
         for each in reversed(list(self._addends(after, until))):
-            factor = float((added * each.x).sum() / each.x.square().sum())
-            if self.near.same(each.x * factor, added) and factor:
+            part, whole = each.x[self.usual], added[self.usual]
+            factor = float((whole * part).sum() / part.square().sum())
+            if self.near.same(part * factor, whole, self.leaving[self.usual]) and factor:
                 return Stream(each.site, factor=_rounded(factor))
         return None
 
@@ -140,15 +151,15 @@ class _Layer:
         yield from (each for each in fitting if each.site.port is Port.OUTPUT and each.site.path != self.block.path)
 
     def _side_by_side(self, attended: int) -> dict[str, Reading] | None:
-        added = self.leaving - self.entering
-        owner = self.block.attention or ""
+        added = (self.leaving - self.entering)[self.usual]
+        owner = self.mixer
         parts = list(self._addends(0, len(self.seen) - 1))
         ours = [each for each in parts if each.site.path == owner]
         others = [each for each in parts if each.site.path in self.block.sublayers]
         for attention, mlp in product(ours, others):
-            both = torch.stack([attention.x.flatten(), mlp.x.flatten()], 1)
-            factors = torch.linalg.lstsq(both, added.flatten()[:, None]).solution[:, 0]
-            if self.near.same(both @ factors, added.flatten()):
+            both = torch.stack([attention.x[self.usual], mlp.x[self.usual]], 1)
+            factors = torch.linalg.lstsq(both, added[:, None]).solution[:, 0]
+            if self.near.same(both @ factors, added, self.leaving[self.usual]):
                 first, second = (_rounded(float(factor)) for factor in factors)
                 return {
                     "attention_output": Stream(attention.site, factor=first),
@@ -164,7 +175,7 @@ class _Layer:
         added = sums["mlp_output"]
         if isinstance(added, Stream) and added.site.path in self.block.sublayers:
             return added.site.path
-        inside = [path for path in self.block.projections if not _is_under(path, self.block.attention)]
+        inside = [path for path in self.block.projections if not _is_under(path, self.mixer)]
         return next((owner for owner in self.block.sublayers for path in inside if _is_under(path, owner)), None)
 
     def _norm_before(self, path: str | None) -> Stream | None:
@@ -179,12 +190,12 @@ class _Layer:
         Not the norm's own output, which in layers whose sublayers stand side by side passes before the attention.
         """
         for path in self.block.sublayers:
-            if self._norm_before(path) is not None:
+            if path != self.mixer and self._norm_before(path) is not None:
                 return Stream(Site(path, Port.INPUT))
         return NO_NORM
 
     def _activations(self, mlp: str | None) -> Reading:
-        inside = [path for path in self.block.projections if not _is_under(path, self.block.attention)]
+        inside = [path for path in self.block.projections if not _is_under(path, self.mixer)]
         owned = [path for path in inside if mlp is None or _is_under(path, mlp)] or inside
         seen = [path for path in owned if self._at(Site(path, Port.INPUT)) is not None]
         if not seen:
@@ -199,15 +210,21 @@ class _Layer:
         )
 
     def _output_projection(self) -> str | None:
-        if self.attended is None:
+        if self.heads is None:
             return None
-        heads = self.seen[self.attended].x
-        inside = [path for path in self.block.projections if _is_under(path, self.block.attention)]
+        heads = self.heads.x
+        inside = [path for path in self.block.projections if _is_under(path, self.mixer)]
         fitting = [path for path in inside if (at := self._at(Site(path, Port.INPUT))) and at.x.shape == heads.shape]
         return fitting[-1] if fitting else None
 
     def _at(self, site: Site) -> Seen | None:
         return next((each for each in self.seen if each.site == site), None)
+
+
+def _usual(stream: Tensor) -> Tensor:
+    """Where a stream is not hundreds of times larger than elsewhere: what was added there is lost in rounding."""
+    size = stream.abs()
+    return size <= 100 * size.median() if size.numel() else size.bool()
 
 
 def _is_under(path: str, owner: str | None) -> bool:

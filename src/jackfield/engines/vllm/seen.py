@@ -10,7 +10,7 @@ from jackfield.interleave.site import Site
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What passed a site in the probe: [row, width], float32; `residual` is the stream's other half, if there was one."""
+    """What passed a site in the probe: [row, width], float32; `residual` is the stream's other half, if it has two."""
 
     site: Site
     x: Tensor
@@ -23,15 +23,25 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far from a sum its parts may be: of its length, by the dtype the model computes in."""
+    """How far from a sum its parts may be, by the dtype the model computes in.
+
+    `relative` is of the sum's own length; `rounding` of the length of the stream that it was added to and taken out of
+    again, which in bfloat16 may be a hundred times as long.
+    """
 
     relative: float
+    rounding: float
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> "Tolerance":
         """A few roundings: measured on tiny and sample models, then doubled."""
-        return cls(2e-4 if dtype == torch.float32 else 2e-2)
+        return cls(2e-4 if dtype == torch.float32 else 2e-2, torch.finfo(dtype).eps)
 
-    def same(self, left: Tensor, right: Tensor) -> bool:
-        """Whether two tensors are one, but for rounding."""
-        return left.shape == right.shape and bool((left - right).norm() <= self.relative * right.norm())
+    def same(self, left: Tensor, right: Tensor, stream: Tensor | None = None) -> bool:
+        """Whether two tensors are one, but for rounding; `stream` is what one of them is a difference of."""
+        if left.shape != right.shape:
+            return False
+        allowed = self.relative * right.norm()
+        if stream is not None:
+            allowed = allowed + self.rounding * stream.norm()
+        return bool((left - right).norm() <= allowed)

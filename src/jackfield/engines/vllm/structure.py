@@ -95,12 +95,17 @@ def _block(path: str, modules: Mapping[str, nn.Module], ops: Mapping[str, Any]) 
         op,
         norms,
         rest,
-        tuple(other for other in inside if is_projection(modules[other])),
+        _projections(inside, [path for path in (attention, *rest) if path not in (None, op)], modules),
         tuple(other for other in inside if _is_router(other, modules)),
         rotary,
         () if rotary is not None else tuple(other for other in inside if _makes(modules[other], other, attention)),
-        reason if op is None or hasattr(ops[op], "impl") else "its attention is of a kind that is not listened to",
+        reason if op is None or is_listened_to(ops[op]) else "its attention is of a kind that is not listened to",
     )
+
+
+def is_listened_to(op: Any) -> bool:
+    """Whether an attention layer takes queries, keys and values; latent attention keeps something else."""
+    return hasattr(getattr(op, "impl", None), "forward")
 
 
 def _under(path: str, owner: str) -> bool:
@@ -116,6 +121,23 @@ def _rotates(module: nn.Module) -> bool:
     return "RotaryEmbedding" in type(module).__name__ or any(
         "RotaryEmbedding" in base.__name__ for base in type(module).__mro__
     )
+
+
+def _projections(
+    inside: Sequence[str], sublayers: Sequence[str | None], modules: Mapping[str, nn.Module]
+) -> tuple[str, ...]:
+    """Output and down projections: row-parallel modules and, in sublayers without one, what goes back to the width."""
+    found = [path for path in inside if is_projection(modules[path])]
+    bare = [owner for owner in sublayers if owner and not any(path.startswith(owner) for path in found)]
+    backs = (_back([modules[path] for path in inside if path.startswith(f"{owner}.")]) for owner in bare)
+    paths = {id(modules[path]): path for path in inside}
+    return tuple(found + [paths[id(back)] for back in backs if back is not None])
+
+
+def _back(modules: Sequence[nn.Module]) -> nn.Module | None:
+    """The last linear module, if it gives the width that the first one takes; vLLM's are not always row-parallel."""
+    linear: list[Any] = [module for module in modules if _kind(module, "LinearBase")]
+    return linear[-1] if len(linear) > 1 and linear[-1].output_size == linear[0].input_size else None
 
 
 def _makes(module: nn.Module, path: str, attention: str | None) -> bool:

@@ -1,8 +1,8 @@
 """Does the pattern that will be served give what the heads write?
 
-Scores and pattern are computed beside the kernel, from what it was given. A kernel may do more than its arguments tell (a
-sparse choice of keys, another bias). A layer whose pattern times values is not its head outputs in the probe does not
-serve scores and pattern, and says why.
+Scores and pattern are computed beside the kernel, from what it was given. A kernel may do more than its arguments tell
+(a sparse choice of keys, another bias). A layer whose pattern times values is not its head outputs in the probe does
+not serve scores and pattern, and says why.
 """
 
 from collections.abc import Sequence

@@ -17,7 +17,7 @@ from jackfield.engines.vllm.raw import Gates, RawChannel
 from jackfield.engines.vllm.rows import runner_of
 from jackfield.engines.vllm.scheduler import KEY
 from jackfield.engines.vllm.served import Served
-from jackfield.engines.vllm.structure import put_taps, read_structure
+from jackfield.engines.vllm.structure import is_listened_to, put_taps, read_structure
 from jackfield.engines.vllm.taps import named
 from jackfield.errors import TracingError
 from jackfield.interleave.worker import Channel, Worker
@@ -44,6 +44,7 @@ class WorkerEngine(Served):
         self._op_taps = [
             OpTap(name, layer, paths[id(layer)], op_facts(layer), self.host.slot, self._blocks)
             for name, layer in self.ops.items()
+            if is_listened_to(layer)
         ]
         for tap in self._op_taps:
             tap.put_up()
