@@ -32,6 +32,7 @@ check: $(STAMPS)/dev
 
 bench: $(STAMPS)/dev
 	$(BIN)/python -m bench
+	$(BIN)/python -m bench.llama
 
 clean:
 	rm -rf build demo dist .pytest_cache .ruff_cache .hypothesis

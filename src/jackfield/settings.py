@@ -4,6 +4,7 @@
 |---|---|
 | `JACKFIELD_CACHE` | the folder for what jackfield makes once and keeps |
 | `XDG_CACHE_HOME` | the folder of all caches, where `JACKFIELD_CACHE` is not set |
+| `WORLD_SIZE` | how many processes `torchrun` has started, of which this is one |
 """
 
 import os
@@ -13,14 +14,16 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of this process. `cache` need not exist yet."""
+    """The settings of this process. `cache` need not exist yet; `world_size` is 1 outside `torchrun`."""
 
     cache: Path
+    world_size: int = 1
 
 
 def settings() -> Settings:
     """Read the environment as it is now."""
-    return Settings(cache=_cache())
+    size = os.environ.get("WORLD_SIZE", "1")
+    return Settings(cache=_cache(), world_size=int(size) if size.isdecimal() else 1)
 
 
 def _cache() -> Path:

@@ -20,6 +20,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jackfield as jf
@@ -71,9 +72,17 @@ def _console(text: str, fence: re.Match[str]) -> Example:
 
 @contextlib.contextmanager
 def shared(model: jf.Model) -> Iterator[None]:
-    """All pages have one sample model: they load it, and the commands close it, as a reader's would."""
+    """All pages have one sample model: they load it, and the commands close it, as a reader's would.
+
+    A page that wants it otherwise, on another engine, gets one of its own.
+    """
+    demo = jf.Model.demo
+
+    def shared_demo(**options: Any) -> jf.Model:
+        return demo(**options) if options.get("engine", "transformers") != "transformers" else model
+
     with (
-        mock.patch.object(jf.Model, "demo", return_value=model),
+        mock.patch.object(jf.Model, "demo", side_effect=shared_demo),
         mock.patch.object(jf.Model, "close", return_value=None),
         mock.patch.dict(os.environ, {"COLUMNS": "100"}),  # how wide a table is drawn
     ):

@@ -11,6 +11,7 @@ import typer
 from jackfield.cli.generate import generate
 from jackfield.cli.look import look
 from jackfield.cli.support import support
+from jackfield.engines.ranks import Ended
 from jackfield.errors import JackfieldError
 
 
@@ -18,6 +19,8 @@ def main() -> None:
     """Run the command that the arguments name, and end the process where it fails."""
     try:
         application()()
+    except Ended:
+        pass  # a rank that follows has nothing to say
     except JackfieldError as error:
         print(f"jackfield: {one_line(str(error))}", file=sys.stderr)
         sys.exit(1)

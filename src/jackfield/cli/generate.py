@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from torch import Tensor
 
-from jackfield.cli.loading import ModelOption, check_layer, load
+from jackfield.cli.loading import EngineOption, ModelOption, check_layer, load
 from jackfield.cli.terminal import JsonOption, busy, print_json, print_line
 from jackfield.cli.vector import read_vector
 from jackfield.model import Model
@@ -19,6 +19,7 @@ def generate(
     layer: Annotated[int | None, typer.Option(help="The layer whose output the vector is added to.")] = None,
     scale: Annotated[float, typer.Option(help="What the vector is multiplied by.")] = 1.0,
     model: ModelOption = None,
+    engine: EngineOption = "transformers",
     max_tokens: Annotated[int, typer.Option(help="How many tokens to generate at most.", min=1)] = 32,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token.", min=0.0)] = 0.0,
     seed: Annotated[int | None, typer.Option(help="For a temperature above 0.")] = None,
@@ -29,7 +30,7 @@ def generate(
     if (steer is None) != (layer is None):
         raise typer.BadParameter("give both --steer and --layer, or neither.", param_hint="--steer")
     vector = None if steer is None else read_vector(steer)
-    with load(model) as loaded:
+    with load(model, engine) as loaded:
         block = None if vector is None or layer is None else _steering(loaded, vector, layer, scale)
         sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
         if seed is not None:

@@ -10,7 +10,8 @@ from rich.text import Text
 from transformers.utils import logging
 
 from jackfield.cli.terminal import busy
-from jackfield.model import Model
+from jackfield.model import ENGINES, Model
+from jackfield.settings import settings
 
 ModelOption = Annotated[
     str | None,
@@ -18,11 +19,32 @@ ModelOption = Annotated[
 ]
 
 
-def load(name: str | None) -> Model:
-    """The model of that name, the sample model without one, while a spinner on stderr says how far it is."""
+EngineOption = Annotated[str, typer.Option("--engine", help="What runs it: transformers or llama.")]
+
+
+def load(name: str | None, engine: str = "transformers") -> Model:
+    """The model of that name, the sample model without one, while a spinner on stderr says how far it is.
+
+    Under `torchrun` it is shared by the ranks: the first goes on, the others follow it and then end.
+    """
+    if engine not in ENGINES:
+        raise typer.BadParameter(f"there is no engine {engine!r}: write {' or '.join(ENGINES)}.", param_hint="--engine")
+    options: dict[str, Any] = {"engine": engine}
+    if settings().world_size > 1:
+        options |= _ranks(engine)
     doing = f"loading {name or 'the sample model'}"
     with busy(doing) as spinner, _counting(spinner, doing):
-        return Model.demo() if name is None else Model(name)
+        return Model.demo(**options) if name is None else Model(name, **options)
+
+
+def _ranks(engine: str) -> dict[str, Any]:
+    """The option that shares a model among the ranks of `torchrun`."""
+    if engine != "llama":
+        raise typer.BadParameter("torchrun shares a model among ranks for llama alone.", param_hint="--engine")
+    from jackfield.engines.ranks import Ranks
+    from jackfield.engines.transformers.loading import parse_device
+
+    return {"tensor_parallel_size": Ranks.of_torchrun(parse_device(None))}
 
 
 @contextmanager

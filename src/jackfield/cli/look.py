@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jackfield.cli.loading import ModelOption, check_layer, load
+from jackfield.cli.loading import EngineOption, ModelOption, check_layer, load
 from jackfield.cli.reading import Reading, read
 from jackfield.cli.terminal import JsonOption, busy, new_table, print_json, print_line, print_table, quoted, talk
 from jackfield.plots import attention_heads
@@ -23,6 +23,7 @@ Token = Callable[[int], str]
 def look(
     prompt: Annotated[str, typer.Argument(help="The text to read.")],
     model: ModelOption = None,
+    engine: EngineOption = "transformers",
     layer: Annotated[int | None, typer.Option(help="Only this layer's attention.", show_default="all layers")] = None,
     edges: Annotated[int, typer.Option(help="How many attention edges to print.", min=1)] = 12,
     picture: Annotated[Path, typer.Option(help="Where to draw the patterns: .png, .pdf or .svg.")] = _PICTURE,
@@ -37,7 +38,7 @@ def look(
     """
     if not no_picture:
         _check_picture(picture)
-    with load(model) as loaded:
+    with load(model, engine) as loaded:
 
         def token(number: int) -> str:
             return loaded.tokenizer.decode([number])

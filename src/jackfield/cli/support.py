@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from jackfield.cli.loading import check_layer, load
+from jackfield.cli.loading import EngineOption, check_layer, load
 from jackfield.cli.terminal import JsonOption, new_table, print_json, print_table
 from jackfield.values.layer import values
 
@@ -14,11 +14,12 @@ ModelArgument = Annotated[str | None, typer.Argument(help="A hub name or a folde
 
 def support(
     model: ModelArgument = None,
+    engine: EngineOption = "transformers",
     layer: Annotated[int | None, typer.Option(help="Only this layer.", show_default="all layers")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the values that a model serves, and why others are missing."""
-    with load(model) as loaded:
+    with load(model, engine) as loaded:
         if layer is not None:
             check_layer(loaded, layer)
         reasons = dict(loaded.support(layer))

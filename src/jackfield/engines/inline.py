@@ -72,6 +72,13 @@ class InlineTap:
     def __init__(self, interleaver: Interleaver) -> None:
         self._interleaver = interleaver
 
+    @property
+    def waited(self) -> frozenset[Site]:
+        """Where blocks wait in this step. Only a meeting changes it."""
+        step, workers = self._interleaver.step, self._interleaver.workers
+        waiting = [worker.slot for worker in workers if not worker.done and worker.waiting_step == step]
+        return frozenset(slot.site for slot in waiting if slot is not None)
+
     def listens(self, name: str, layer: int | None) -> bool:
         """Whether a block waits for this value; where none does, it has gone by."""
         if getcurrent() is not self._interleaver.home:

@@ -65,7 +65,6 @@ def _join(name: str, parts: Sequence[Any], whole: tuple[int, ...]) -> Any:
 
 def load(
     folder: Path,
-    *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     **cache: Unpack[CacheSize],

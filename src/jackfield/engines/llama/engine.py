@@ -1,7 +1,9 @@
 """The native Llama as an engine: what it needs to load, to run a batch from its cache, and to say where values are."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -11,23 +13,25 @@ from torch import Tensor, nn
 from jackfield.axes import TokenIds
 from jackfield.engines.choosing import RowChooser
 from jackfield.engines.engine import Facts
-from jackfield.engines.inline import InlineRun
+from jackfield.engines.inline import InlineRun, InlineTap
 from jackfield.engines.inline_engine import InlineEngine, counted, uses_raw_places
 from jackfield.engines.inline_raw import gated, raw_place
 from jackfield.engines.llama.args import ModelArgs
 from jackfield.engines.llama.checkpoint import load
 from jackfield.engines.llama.layers import Transformer
+from jackfield.engines.llama.parallel import ParallelLinear
+from jackfield.engines.ranks import Ranks, refuse_others
 from jackfield.engines.request import Limits
 from jackfield.engines.snapshot import snapshot
 from jackfield.engines.transformers.loading import parse_device, parse_dtype
-from jackfield.errors import EngineDied, UnknownValue, near
+from jackfield.errors import EngineDied, Unavailable, UnknownValue, near
 from jackfield.interleave.worker import Channel
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, LayerAnatomy
 from jackfield.values.layer import part_at
 from jackfield.values.part import Part
 from jackfield.values.tree import named_modules
 
-OPTIONS: Final = ("tokenizer", "max_batch_size", "max_seq_len")
+OPTIONS: Final = ("tokenizer", "max_batch_size", "max_seq_len", "tensor_parallel_size")
 
 
 class LlamaEngine(InlineEngine):
@@ -46,17 +50,21 @@ class LlamaEngine(InlineEngine):
         tokenizer: Any = None,  # one to use, its name, or False for none
         max_batch_size: Any = 8,
         max_seq_len: Any = 2048,
+        tensor_parallel_size: Any = 1,  # or the Ranks that torchrun has started
         **where: Any,  # `revision` and the like
     ) -> None:
         length = counted("max_seq_len", max_seq_len)
-        found, wanted = snapshot(model, tokenizer, where, OPTIONS), parse_dtype(dtype)
-        self._model: Transformer | None = load(
-            found.folder,
-            dtype=wanted if isinstance(wanted, torch.dtype) else None,
-            device=parse_device(device),
-            max_batch_size=counted("max_batch_size", max_batch_size),
-            max_seq_len=min(length, found.context or length),
-        )
+        found = snapshot(model, tokenizer, where, OPTIONS)
+        size = counted("max_batch_size", max_batch_size)
+        recipe = recipe_of(found.folder, dtype, size, min(length, found.context or length))
+        self._ranks = _ranks(tensor_parallel_size, parse_device(device), recipe)
+        try:
+            self._model: Transformer | None = recipe(self._ranks.device if self._ranks else parse_device(device))
+        except BaseException:
+            self.close()
+            raise
+        if self._ranks is not None:
+            self._join(self._ranks, self._model)
         args = self._model.args
         super().__init__(
             _facts(self._model),
@@ -65,7 +73,7 @@ class LlamaEngine(InlineEngine):
             tokenizer=found.tokenizer,
             config=found.config,
             eos_ids=found.eos_ids,
-            max_batch_size=max_batch_size,
+            max_batch_size=size,
         )
 
     @property
@@ -76,10 +84,29 @@ class LlamaEngine(InlineEngine):
         return self._model
 
     def close(self) -> None:
-        self._model = None
+        ranks, self._ranks, self._model = self._ranks, None, None
+        if ranks is not None:
+            ranks.close()
 
     def forward(self) -> "ForwardPass":
-        return ForwardPass(self.model)
+        return ForwardPass(partial(self._call, "forward"))
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """A method of the model, on all ranks."""
+        return getattr(self.model, method)(*args) if self._ranks is None else self._ranks.call(method, *args)
+
+    def _listen(self, tap: InlineTap | None) -> None:
+        (self._ranks or self.model).listen(tap)
+
+    def _join(self, ranks: Ranks, model: Transformer) -> None:
+        """Leads the other ranks from now on, or follows until their leader ends, which raises Ended."""
+        if ranks.rank > 0:
+            ranks.follow(model)
+        ranks.lead(model)
+        self.no_gradients = "they do not cross ranks; load the model on one"
+        for module in model.modules():
+            if isinstance(module, ParallelLinear):
+                module.register_forward_pre_hook(lambda module, args: ranks.check_call())
 
     def chooser(self, run: InlineRun) -> RowChooser:
         return RowChooser(run, self.tokenizer, self.facts.device)
@@ -89,19 +116,21 @@ class LlamaEngine(InlineEngine):
         raw = any(map(uses_raw_places, run.company.requests))
         try:
             with gated(self.model, run) if raw else nullcontext():
-                self.model.listen(run.tap if run.company.workers else None)
+                self._listen(run.tap if run.company.workers else None)
                 yield
         finally:
-            self.model.listen(None)
+            self._listen(None)
 
     def head_results(self, layer: int, premix: Tensor) -> Tensor:
-        return self.model.head_results(layer, premix)
+        return self._call("head_results", layer, premix)
 
     def project(self, x: Tensor, *, norm: bool) -> Tensor:
-        return self.model.project(x, norm=norm)
+        return self._call("project", x, norm)
 
     def raw_channel(self, path: str, port: str) -> Channel:
         ops = [f"{layer.attention_path}.attn" for layer in self.anatomy.layers]
+        if self._ranks is not None and path not in ops:
+            raise Unavailable(f"{path}.{port} is not available: a module has a part of it on each of several ranks.")
         return raw_place(path, port, ops.index(path) if path in ops else None)
 
     def module(self, path: str) -> nn.Module:
@@ -119,14 +148,31 @@ class LlamaEngine(InlineEngine):
 class ForwardPass:
     """The forward passes of one batch: each goes on where the cache ends."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Callable[..., Tensor]) -> None:
         self._model, self._start_pos = model, 0
 
     def __call__(self, tokens: TokenIds, pads: Sequence[int], tap: object = None) -> Float[Tensor, "batch vocab"]:
         padding = torch.tensor(pads, device=tokens.device) if any(pads) else None
-        logits = self._model(tokens, self._start_pos, padding=padding, last_row=True)
+        logits = self._model(tokens, self._start_pos, padding, True)
         self._start_pos += tokens.shape[1]
         return logits[:, -1]
+
+
+def recipe_of(
+    folder: Path, dtype: torch.dtype | str | None, max_batch_size: int, max_seq_len: int
+) -> Callable[[torch.device], Transformer]:
+    """What makes a rank's part of the model, on a device."""
+    wanted = parse_dtype(dtype)
+    sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
+    return partial(load, folder, wanted if isinstance(wanted, torch.dtype) else None, **sizes)
+
+
+def _ranks(asked: Any, device: torch.device, recipe: Callable[[torch.device], Transformer]) -> Ranks | None:
+    if isinstance(asked, Ranks):
+        return asked
+    size = counted("tensor_parallel_size", asked)
+    refuse_others()
+    return None if size == 1 else Ranks.started(size, device, recipe)
 
 
 def _facts(model: Transformer) -> Facts:

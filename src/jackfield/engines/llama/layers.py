@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from jackfield.axes import HeadOutputs, Pattern, Queries, Stream, TokenIds
 from jackfield.engines.llama.args import ModelArgs, RopeScaling
-from jackfield.engines.llama.parallel import ColumnParallelLinear, RowParallelLinear, cut, gather, share
+from jackfield.engines.llama.parallel import ColumnParallelLinear, RowParallelLinear, cut, gather, num_ranks, share
 from jackfield.errors import InvalidRequest, RequestTooLong
 
 Frequencies: TypeAlias = Complex64[Tensor, "*batch token pair"]
@@ -51,7 +51,7 @@ class Tapped(nn.Module):
 
     def __init__(self, layer_id: int | None) -> None:
         super().__init__()
-        self.layer_id = layer_id
+        self.layer_id, self.ranks = layer_id, num_ranks()
         self.tap: Tap | None = None
 
     def listen(self, tap: Tap | None) -> None:
@@ -66,11 +66,11 @@ class Tapped(nn.Module):
         """`value`, or what it was edited to; `sharded` is the axis of which this rank holds a part."""
         if self.tap is None or not self.listens(name):
             return value
-        whole = value if sharded is None else gather(value, sharded)
+        whole = value if sharded is None else gather(value, sharded, self.ranks)
         edited = self.tap(name, self.layer_id, whole)
         if edited is whole:
             return value
-        return edited if sharded is None else cut(edited, sharded)
+        return edited if sharded is None else cut(edited, sharded, self.ranks)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class Attention(Tapped):
     def head_results(self, premix: HeadOutputs) -> Float[Tensor, "batch token head d_model"]:
         """Each head's part of what `wo` makes of [batch, token, head, d_head]."""
         weight = self.wo.weight.view(-1, self.n_local_heads, self.head_dim)
-        return gather(torch.einsum("bthd,mhd->bthm", cut(premix, 2), weight), 2)
+        return gather(torch.einsum("bthd,mhd->bthm", cut(premix, 2, self.ranks), weight), 2, self.ranks)
 
     def forward(self, x: Stream, start_pos: int, freqs_cis: Frequencies, mask: Mask) -> Stream:
         """What attention adds to the stream. Rows go to the cache's columns `start_pos` on.
@@ -261,9 +261,9 @@ class Attention(Tapped):
         queries, keys, values = self._taken_in(queries, keys, values, start_pos, freqs_cis)
         after = {"attention_queries": shown(queries), "attention_cached_keys": shown(keys)}
         own = {**before, **after, "attention_cached_values": values.transpose(1, 2)}
-        given = {name: gather(value, 1) for name, value in own.items()}
+        given = {name: gather(value, 1, self.ranks) for name, value in own.items()}
         taken = self.tap.operands(given, self.layer_id)
-        edited = {name: cut(taken[name], 1) for name in own if taken[name] is not given[name]}
+        edited = {name: cut(taken[name], 1, self.ranks) for name in own if taken[name] is not given[name]}
         if "attention_queries" in edited:
             queries = hidden(edited["attention_queries"])
         if "attention_cached_keys" in edited:
@@ -380,7 +380,7 @@ class Transformer(Tapped):
         assert isinstance(block, TransformerBlock)
         return block.attention.head_results(premix)
 
-    def project(self, x: Tensor, *, norm: bool) -> Tensor:
+    def project(self, x: Tensor, norm: bool = True) -> Tensor:
         """[..., dim] on the vocabulary, with or without the final norm."""
         return self.output(self.norm(x) if norm else x)
 
@@ -388,7 +388,6 @@ class Transformer(Tapped):
         self,
         tokens: TokenIds,
         start_pos: int = 0,
-        *,
         padding: Int[Tensor, " batch"] | None = None,
         last_row: bool = False,
     ) -> Float[Tensor, "batch token vocab"]:

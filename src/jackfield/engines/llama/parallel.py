@@ -1,5 +1,7 @@
 """Linear layers shared out over the ranks of torch.distributed's default group; without a group there is one rank.
 
+How many ranks share a module is settled when it is made: a model made without a group stays whole beside one with.
+
 A column-parallel layer holds some of the outputs (heads, neurons, words), a row-parallel one some of the inputs, and
 adds its result to the other ranks'. Not for starting ranks: `torchrun`, or the caller, does that.
 """
@@ -17,27 +19,27 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def share(total: int, what: str) -> slice:
+def share(total: int, what: str, ranks: int | None = None) -> slice:
     """This rank's equal part of `total` things. UnsupportedModel where the ranks do not divide them."""
-    ranks = num_ranks()
+    ranks = num_ranks() if ranks is None else ranks
     if total % ranks:
         raise UnsupportedModel(f"{total} {what} do not divide among {ranks} ranks.")
     start = total // ranks * (dist.get_rank() if ranks > 1 else 0)
     return slice(start, start + total // ranks)
 
 
-def gather(part: Tensor, axis: int) -> Tensor:
+def gather(part: Tensor, axis: int, ranks: int) -> Tensor:
     """The parts of all ranks, joined along `axis`: a copy, or `part` itself on one rank."""
-    if num_ranks() == 1:
+    if ranks == 1:
         return part
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(num_ranks())]
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks)]
     dist.all_gather(parts, part.contiguous())
     return torch.cat(parts, axis)
 
 
-def cut(whole: Tensor, axis: int) -> Tensor:
+def cut(whole: Tensor, axis: int, ranks: int) -> Tensor:
     """This rank's part of `whole` along `axis`: a view."""
-    return whole.movedim(axis, 0)[share(whole.shape[axis], "entries")].movedim(0, axis)
+    return whole.movedim(axis, 0)[share(whole.shape[axis], "entries", ranks)].movedim(0, axis)
 
 
 class ParallelLinear(nn.Module):
@@ -45,7 +47,7 @@ class ParallelLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, bias: bool, sharded: dict[str, int]) -> None:
         super().__init__()
-        self.sharded = sharded
+        self.sharded, self.ranks = sharded, num_ranks()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         nn.init.xavier_normal_(self.weight)
@@ -61,7 +63,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         part = F.linear(x, self.weight, self.bias)
-        return gather(part, -1) if self.gather_output else part
+        return gather(part, -1, self.ranks) if self.gather_output else part
 
 
 class RowParallelLinear(ParallelLinear):
@@ -72,7 +74,7 @@ class RowParallelLinear(ParallelLinear):
         super().__init__(part.stop - part.start, out_features, bias, {"weight": 1})
 
     def forward(self, x: Tensor) -> Tensor:
-        if num_ranks() == 1:
+        if self.ranks == 1:
             return F.linear(x, self.weight, self.bias)
         total = F.linear(x, self.weight)
         if total.requires_grad:
