@@ -87,8 +87,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Stream) -> Stream:
-        whole = wide(x)
-        return (whole * torch.rsqrt(whole.square().mean(-1, keepdim=True) + self.eps)).type_as(x) * self.weight
+        return F.rms_norm(wide(x), x.shape[-1:], eps=self.eps).type_as(x) * self.weight
 
 
 def precompute_freqs_cis(
