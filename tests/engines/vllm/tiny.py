@@ -56,10 +56,10 @@ def start(model: PreTrainedModel, **options: Any) -> jf.Model:
         return start_folder(folder, **options)
 
 
-def start_folder(folder: str | Path, **options: Any) -> jf.Model:
-    """A folder in a vLLM of its own."""
+def start_folder(folder: str | Path, *, processes: bool = False, **options: Any) -> jf.Model:
+    """A folder in a vLLM of its own, in this process or, as vLLM does by default, in others."""
     need_vllm()
-    with _environment(), warnings.catch_warnings():
+    with _environment({"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes))}), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what vLLM imports: not ours to fix, and warnings are errors in tests
         return jf.Model(str(folder), engine="vllm", **{**OPTIONS, **options})
 
@@ -70,9 +70,9 @@ def llama(**options: Any) -> jf.Model:
 
 
 @contextmanager
-def _environment() -> Generator[None]:
+def _environment(own: Mapping[str, str]) -> Generator[None]:
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | own)
     try:
         yield
     finally:
