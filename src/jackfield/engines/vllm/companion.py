@@ -1,15 +1,19 @@
-"""One traced request as a worker process has it: its block, the step it is at, and what is to be done again."""
+"""One traced request as a worker process has it: its block, the step it is at, and what it must not lose."""
 
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
+from jackfield.engines.vllm.graphs import armed_site
 from jackfield.engines.vllm.shipping import Shipment
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Slot, Worker
+from jackfield.interleave.worker import Channel, Selection, Slot, Worker
 from jackfield.trace.tracer import Tracer
 
 RAW_NAMES: Final = frozenset({"input", "inputs", "output"})
@@ -19,23 +23,53 @@ DYNAMIC_NAMES: Final = frozenset({"getattr", "attrgetter", "read"})  # by which 
 
 @dataclass(slots=True)
 class Fate:
-    """What became of a block, on its way back to the client."""
+    """What became of a block, on its way back to the client. `interrupt`: what ended it was no error."""
 
     saved: dict[str, Any] = field(default_factory=dict[str, Any])
     returned: Any = None
     error: Exception | None = None
     stopped: bool = False
+    interrupt: BaseException | None = None
+
+    @classmethod
+    def failed(cls, error: BaseException) -> "Fate":
+        """Of a block that ended in this."""
+        return cls(error=error) if isinstance(error, Exception) else cls(interrupt=error)
+
+
+class TracedWorker(Worker):
+    """A worker that keeps what its block writes in a pass, by the site, so that the pass can be run again."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__(rows)
+        self.written: dict[Site, list[tuple[Channel, Selection, Any]]] = {}
+
+    def write_again(self, site: Site, passing: Any) -> None:
+        """Writes what the block wrote at a site to what passes there now."""
+        for channel, selection, value in self.written[site]:
+            channel.write(passing, self, selection, value)
+
+    def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
+        super()._put(channel, selection, value)
+        self.written.setdefault(channel.site, []).append((channel, selection, value))
 
 
 class Companion:
-    """A block beside one request. `seen` positions have passed it; a pass over earlier ones computes them again."""
+    """A block beside one request. `seen` positions have passed it; a pass over earlier ones computes them again.
+
+    `kept` is what the caches held of those when the request was preempted: {layer: (keys, values)}. A block runs once
+    per position, and what it edited is in these, since nothing else of an earlier position reaches a later one.
+    """
 
     def __init__(self, shipment: Shipment, engine: Any, model: Any, slots: dict[Site, Slot]) -> None:
         device: torch.device = engine.facts.device
+        self.name = shipment.name
         self.prompt_length = len(shipment.prompt_token_ids)
         self.seen = 0
-        self.writes: dict[tuple[int, int], Any] = {}  # by site's number and first position
-        self.worker = Worker(Rows(0, 0, self.prompt_length))
+        self.kept: Mapping[str, tuple[Tensor, Tensor]] = {}
+        self.wanted: set[Site] = set()  # where a graph is to be cut for it
+        self.last: Site | None = None  # the site that it came to last, in this step
+        self.worker = TracedWorker(Rows(0, 0, self.prompt_length))
         self.tracer = Tracer(self.worker, device, shipment.prompt, shipment.prompt_token_ids)
         self.worker.owner, self.worker.finalize = engine, self.tracer.finalize
         self.interleaver = Interleaver([self.worker], lambda slot: None, slots)
@@ -43,27 +77,61 @@ class Companion:
         self.names_early = bool(shipment.block.names & PREROTARY)  # whether it wants what passes before it is asked for
         self.early = self.names_early or bool(shipment.block.names & DYNAMIC_NAMES)  # whether it may want that
         self.worker.body = shipment.block.bind(self.tracer, device, model)
+        self._failure: BaseException | None = None
 
     def step_at(self, position: int) -> int:
         """Which step the row at an absolute position belongs to."""
         return 0 if position < self.prompt_length else position - self.prompt_length + 1
 
+    def came_to(self, site: Site) -> None:
+        """Its block waited at a site that passes."""
+        self.last = site
+        self.wanted.add(armed_site(site))
+
+    @property
+    def next_wanted(self) -> frozenset[Site]:
+        """Where a graph is to be cut for its next step: where it has been, and where it waits now."""
+        slot = self.worker.slot
+        here = () if slot is None or self.worker.done else (armed_site(slot.site),)
+        return frozenset((*self.wanted, *here))
+
+    @property
+    def watches(self) -> bool:
+        """Whether passes over its rows must come by the taps."""
+        return not self.worker.done or bool(self.kept)
+
     @property
     def verdict(self) -> str | None:
         """Why its request ends after this step."""
-        return "error" if self.worker.error is not None else "stopped" if self.worker.stopped else None
+        if self._failure is not None or self.worker.error is not None:
+            return "error"
+        return "stopped" if self.worker.stopped else None
+
+    @contextmanager
+    def guarded(self) -> Generator[None]:
+        """Whatever goes wrong within ends this request, and neither the others nor the engine."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            self.close()
 
     def finish(self) -> Fate:
         """The request has no more steps: what became of its block."""
-        self.interleaver.finish(self.worker)
-        worker = self.worker
-        saved = self.tracer.saved if worker.error is None else {}
-        fate = Fate(saved, worker.returned, worker.error, worker.stopped)
-        worker.error = worker.returned = None
+        with self.guarded():
+            self.interleaver.finish(self.worker)
+        fate = self._fate()
+        self.worker.error = self.worker.returned = self._failure = None
         self.close()
         return fate
+
+    def _fate(self) -> Fate:
+        failure = self._failure if self._failure is not None else self.worker.error
+        if failure is not None:
+            return Fate.failed(failure)
+        return Fate(self.tracer.saved, self.worker.returned, stopped=self.worker.stopped)
 
     def close(self) -> None:
         """Ends the block where it is."""
         self.interleaver.close()
-        self.writes.clear()
+        self.kept = {}

@@ -62,6 +62,14 @@ class Describer:
             },
         }
 
+    def refuse_changed(self, compiled: Sequence[Seen], plain: Sequence[Seen]) -> None:
+        """UnsupportedModel where compiled code, with the taps in it, computes something else than the model does."""
+        last, first = ({each.site: each for each in seen}[FINAL_NORM].x for seen in (compiled, plain))
+        if not Tolerance(5 * self.near.relative, 0.0).same(last, first):
+            raise UnsupportedModel(
+                "Compiled with its taps this model computes something else than uncompiled: load it with enforce_eager=True."
+            )
+
     def channels(self) -> Mapping[tuple[str, int | None], Channel]:
         """What serves each name that is served."""
         return {key: found for key, found in self.found.items() if isinstance(found, Channel)}
@@ -182,12 +190,12 @@ class Describer:
         return {
             f"attention_{name}_prerotary": self._before_rotation(f"{title}.attention_{name}_prerotary", block, *of)
             for name, of in (
-                ("queries", ("q", "query", facts.num_heads)),
-                ("keys", ("k", "key", facts.num_kv_heads)),
+                ("queries", ("q", facts.num_heads)),
+                ("keys", ("k", facts.num_kv_heads)),
             )
         }
 
-    def _before_rotation(self, name: str, block: BlockStructure, which: str, argument: str, count: int) -> Found:
+    def _before_rotation(self, name: str, block: BlockStructure, which: str, count: int) -> Found:
         """What the op receives where nothing rotates it."""
         assert block.op is not None
         received = self.of.get(Site(block.op, Port.ATTEND, which))
@@ -195,10 +203,6 @@ class Describer:
             return NO_HEADS
         unrotated = OperandChannel(name, block.op, which, writable=False)
         places = [Site(path, Port.OUTPUT) for path in block.makers]
-        if block.rotary is not None:
-            places = [Site(block.rotary, Port.INPUT, argument)]
-            if places[0] not in self.of:
-                return unrotated
         heads = received.x.unflatten(-1, (count, -1))
         ahead = itertools.takewhile(lambda seen: seen.site != received.site, self.of.values())
         projection = find_heads([seen for seen in ahead if seen.site in places], heads, self.dtype)

@@ -18,7 +18,7 @@ from jackfield.engines.vllm.answers import can_map, heard
 from jackfield.engines.vllm.companion import Fate
 from jackfield.engines.vllm.description import Description, outline
 from jackfield.engines.vllm.driver import CLOSED, Driver, Ended, Sample
-from jackfield.engines.vllm.recorder import PROBE
+from jackfield.engines.vllm.recorder import PLAIN, PROBE
 from jackfield.engines.vllm.served import Served
 from jackfield.engines.vllm.shipping import Ends, Shipment, dumps, pack
 from jackfield.engines.vllm.starting import start
@@ -197,15 +197,16 @@ class VllmEngine(Served):
         return [self._heard(answer) for answer in self._ask("jackfield_end", list(names), self._lending)]
 
     def _described(self) -> Description:
-        """Runs a short prompt, of which the workers see what passes where."""
+        """Runs a short prompt, uncompiled and as it comes, of which the workers see what passes where."""
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
         ids = [(7 * i + 3) % engine.model_config.get_vocab_size() for i in range(6)]
-        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, extra_args={KEY: ["", PROBE]})
-        engine.add_request(f"{KEY}-probe", {"prompt_token_ids": ids}, params)
-        while engine.has_unfinished_requests():
-            engine.step()
+        for probe in (PLAIN, PROBE):
+            params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, extra_args={KEY: ["", probe]})
+            engine.add_request(f"{KEY}-{probe.decode()}", {"prompt_token_ids": ids}, params)
+            while engine.has_unfinished_requests():
+                engine.step()
         return self._ask("jackfield_describe")
 
     def _can_map(self) -> bool:

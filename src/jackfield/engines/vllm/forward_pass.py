@@ -1,6 +1,7 @@
 """One forward pass over a batch with traced requests in it: where their rows are, and who waits at each tap."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import Signature
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from jackfield.interleave.worker import Slot, Worker
 
 if TYPE_CHECKING:
     from jackfield.engines.vllm.host import Host
+    from jackfield.engines.vllm.op_tap import OpTap
 
 LOGITS = Site("", Port.OUTPUT, "logits")
 
@@ -37,7 +39,8 @@ class Placed:
     @property
     def fresh(self) -> slice:
         """The rows that the block has not seen, within the batch."""
-        return slice(self.first + max(0, self.companion.seen - self.position), self.first + self.count)
+        again = min(self.count, max(0, self.companion.seen - self.position))
+        return slice(self.first + again, self.first + self.count)
 
     @property
     def again(self) -> slice:
@@ -53,6 +56,7 @@ class ForwardPass:
         self.total = total  # rows of the batch, padding included
         self.of: Mapping[Worker, Placed] = {each.companion.worker: each for each in placed}
         self._fresh = {each.companion.worker: each.fresh for each in placed}
+        self._again = False
         self.kept: dict[Site, Tensor] = {}  # queries and keys before the rotary embedding, for blocks that name them
         self._keeping = host.early if any(each.companion.early for each in placed) else frozenset[Site]()
 
@@ -61,15 +65,67 @@ class ForwardPass:
         for each in self.placed:
             last = each.position + each.count - 1
             if last >= each.companion.seen:
-                each.companion.interleaver.begin(each.companion.step_at(last), self.clock)
+                each.companion.last = None
+                with each.companion.guarded():
+                    each.companion.interleaver.begin(each.companion.step_at(last), self.clock)
 
     def end(self) -> None:
         """The pass is over: what waited for something in it in vain is told so."""
         for each in self.placed:
             last = each.position + each.count
             if last > each.companion.seen:
-                each.companion.interleaver.end()
-                each.companion.seen = last
+                with each.companion.guarded():
+                    each.companion.interleaver.end()
+                each.companion.seen, each.companion.kept = last, {}
+                each.companion.worker.written.clear()
+
+    def missed(self) -> bool:
+        """Whether a block still waits for what a graph has passed by; one that comes too late is told so.
+
+        To be asked when a graph has been replayed: sites at which it was not cut have gone by in silence.
+        """
+        return any([self._misses(each) for each in self.placed])
+
+    def _misses(self, placed: Placed) -> bool:
+        companion, worker = placed.companion, placed.companion.worker
+        while not worker.done and worker.slot is not None and worker.waiting_step == companion.interleaver.step:
+            site, order = worker.slot.site, self.host.order
+            if site not in order:
+                return False  # the logits, which come later
+            if companion.last is None or order[site] >= order[companion.last]:
+                return True
+            with companion.guarded():
+                companion.interleaver.too_late(worker)
+        return False
+
+    def begin_again(self) -> None:
+        """The same pass runs a second time, with every tap alive: what blocks wrote in the first is written again."""
+        self._again = True
+
+    def before(self, tap: "OpTap", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
+        """An attention op is about to run."""
+        tap.before(self, q, k, v, cache)
+
+    def behind(self, tap: "OpTap", q: Tensor, k: Tensor, v: Tensor, cache: Tensor, output: Tensor) -> None:
+        """An attention op has run."""
+        tap.behind(self, q, k, v, cache, output)
+
+    def arrived(self, slot: Slot) -> list[Worker]:
+        """Who waits at a slot that passes. What a block wants here it may want again: graphs are cut there."""
+        for worker in slot.workers:
+            self.of[worker].companion.came_to(slot.site)
+        return slot.workers
+
+    def doing_again(self, slot: Slot) -> list[Worker]:
+        """Whose writes at a slot are to be done again."""
+        if not self._again:
+            return []
+        return [each.companion.worker for each in self.placed if slot.site in each.companion.worker.written]
+
+    def do_again(self, worker: Worker, slot: Slot, passing: Any) -> None:
+        """Does a block's writes at a slot again."""
+        with self.guarded(worker):
+            self.of[worker].companion.worker.write_again(slot.site, passing)
 
     def tap(self, site: int, x: Tensor, residual: Tensor | None) -> None:
         """A tensor, or the stream's two halves, passes the tap of this number."""
@@ -80,15 +136,20 @@ class ForwardPass:
         slot.passed = self.clock
         x, residual = _flat(x, self.total), None if residual is None else _flat(residual, self.total)
         self.host.keep(slot.site, x, residual)
+        for worker in self.doing_again(slot):
+            self.do_again(worker, slot, self._cut(worker, x, residual))
         if slot.site in self._keeping:
             self.kept[slot.site] = x.clone()
         if not slot.workers:
             return
-        workers, slot.workers = slot.workers, []
+        workers, slot.workers = self.arrived(slot), []
         for worker in workers:
-            rows = self._fresh[worker]
-            passing = Rows2(x[rows], None if residual is None else residual[rows])
-            worker.interleaver.resume(worker, passing)
+            with self.guarded(worker):
+                worker.interleaver.resume(worker, self._cut(worker, x, residual))
+
+    def _cut(self, worker: Worker, x: Tensor, residual: Tensor | None) -> Rows2:
+        rows = self._fresh[worker]
+        return Rows2(x[rows], None if residual is None else residual[rows])
 
     def meet_logits(self, logits: Tensor) -> None:
         """One row per request, in the batch's order."""
@@ -96,15 +157,21 @@ class ForwardPass:
         slot.passed = self.clock
         workers, slot.workers = slot.workers, []
         for worker in workers:
-            index = self.of[worker].index
-            worker.interleaver.resume(worker, Rows2(logits[index : index + 1]))
+            with self.guarded(worker):
+                index = self.of[worker].index
+                worker.interleaver.resume(worker, Rows2(logits[index : index + 1]))
 
     def meet_raw(self, slot: Slot, nest: Any, signature: Signature | None) -> None:
         """What a module was called with, or gave."""
         slot.passed = self.clock
         workers, slot.workers = slot.workers, []
         for worker in workers:
-            worker.interleaver.resume(worker, RawPassing(nest, signature, self._fresh[worker], self.total))
+            with self.guarded(worker):
+                worker.interleaver.resume(worker, RawPassing(nest, signature, self._fresh[worker], self.total))
+
+    def guarded(self, worker: Worker) -> AbstractContextManager[None]:
+        """In which whatever goes wrong is this block's own."""
+        return self.of[worker].companion.guarded()
 
     def rows_of(self, worker: Worker) -> slice:
         """A request's rows in the batch."""

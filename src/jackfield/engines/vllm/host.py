@@ -6,19 +6,23 @@ rows follow from absolute positions alone, so that nothing here depends on how t
 
 from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from jackfield.engines.vllm.companion import Companion, Fate
 from jackfield.engines.vllm.forward_pass import ForwardPass, Placed
-from jackfield.engines.vllm.recorder import PROBE, Recorder, rows_of
+from jackfield.engines.vllm.recorder import PLAIN, PROBE, Recorder, rows_of
 from jackfield.engines.vllm.rows import Row
-from jackfield.engines.vllm.shipping import Shipment, unpack
+from jackfield.engines.vllm.shipping import Ends, loads
 from jackfield.engines.vllm.taps import NOW
+from jackfield.interleave.reference import Shared
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Slot
 
+MOST_FATES: Final = 4096
+"""How many are kept of requests whose client may have gone away."""
 FINAL_NORM = Site("", Port.OUTPUT, "hidden_states")
 LOGITS = Site("", Port.OUTPUT, "logits")
 
@@ -30,14 +34,18 @@ class Host:
         self.slots: dict[Site, Slot] = {}
         self.numbered = [self.slot(site) for site in sites]
         self.companions: dict[str, Companion] = {}
-        self.fates: dict[str, Fate] = {}  # of blocks that could not be begun
+        self.fates: dict[str, Fate] = {}  # by the client's names
+        self.shared: dict[str, Shared] = {}
         self.clock = 0
+        self.order: dict[Site, int] = {}  # of the sites in a forward pass, as the probe saw them pass
         self.now: ForwardPass | None = None
         self.server: Any = None  # the engine whose parts blocks read, and the model over it
         self.model: Any = None
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder | None = None  # of the probe that runs, and of the one before it
+        self.plain: Recorder | None = None
+        self._ids: dict[str, str] = {}  # the client's name to vLLM's id
+        self._stillborn: list[str] = []  # whose blocks could not be begun in this step
         self.early: Set[Site] = frozenset()  # what is kept until the attention op is there, for blocks that name it
-        self._names: dict[str, str] = {}  # the client's name to vLLM's id
 
     def slot(self, site: Site) -> Slot:
         """The one slot of a site."""
@@ -47,41 +55,82 @@ class Host:
 
     # -- requests
 
-    def begin(self, request_id: str, data: bytes) -> None:
-        """A traced request has arrived: its block runs up to what it first waits for."""
+    @property
+    def ends(self) -> Ends:
+        """What stands here for what the client calls its engine, its model, and what it has shared."""
+        return Ends(self.server, self.model, self._shared)
+
+    def _shared(self, key: Any) -> Any:
+        if isinstance(key, Shared):
+            return next(name for name, each in self.shared.items() if each is key)
+        return self.shared[key]
+
+    def share(self, key: str, value: Any, device: torch.device) -> None:
+        """An object that blocks use, and that is not sent with each of them."""
+        there = value.to(device) if isinstance(value, Tensor | nn.Module) else value
+        self.shared[key] = Shared(there)
+
+    def begin(self, request_id: str, name: str, data: bytes) -> None:
+        """A traced request has arrived, which the client calls `name`: its block runs up to what it first waits for."""
         if request_id in self.companions:
             return  # vLLM's second runner tells of a request again when it comes back from preemption
-        if data == PROBE:
-            self.recorder = Recorder(request_id)
+        if data in (PLAIN, PROBE):
+            self.plain, self.recorder = self.recorder, Recorder(request_id, uncompiled=data == PLAIN)
             return
-        shipment: Shipment = unpack(data, self.server, self.model)
-        self._names[shipment.name] = request_id
         try:
-            companion = Companion(shipment, self.server, self.model, self.slots)
-        except Exception as error:
-            self.fates[request_id] = Fate(error=error)
+            companion = Companion(loads(data, self.ends), self.server, self.model, self.slots)
+        except BaseException as error:  # of the user's own code, which runs when it is unpickled and bound
+            self._keep_fate(name, Fate.failed(error))
+            self._stillborn.append(request_id)
             return
-        self.companions[request_id] = companion
-        companion.interleaver.start()
+        self.companions[request_id], self._ids[name] = companion, request_id
+        with companion.guarded():
+            companion.interleaver.start()
 
-    def running(self, request_ids: Iterable[str]) -> list[Companion]:
-        """Those of these requests that have a block which still runs."""
+    def armed_for(self, request_ids: Iterable[str]) -> frozenset[Site]:
+        """Where a graph over these requests is to be cut: sites of the forward pass, and neither norm nor logits."""
+        wanted = frozenset[Site]().union(*(each.next_wanted for each in self.watching_for(request_ids)))
+        return wanted - {FINAL_NORM, LOGITS}
+
+    def watching_for(self, request_ids: Iterable[str]) -> list[Companion]:
+        """Those of these requests whose rows must come by the taps."""
         found = (self.companions.get(request_id) for request_id in request_ids)
-        return [companion for companion in found if companion is not None and not companion.worker.done]
+        return [companion for companion in found if companion is not None and companion.watches]
 
     def end(self, name: str) -> Fate:
         """What became of the block of a request that has ended, by the client's name for it. It is forgotten here."""
-        request_id = self._names.pop(name, "")
+        self._end(self._ids.get(name, ""))
+        return self.fates.pop(name, Fate())
+
+    def ended(self, request_ids: Iterable[str]) -> None:
+        """The scheduler knows nothing of these any more: fates are kept until they are asked for, or are too many."""
+        for request_id in request_ids:
+            self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
         companion = self.companions.pop(request_id, None)
         if companion is not None:
-            return companion.finish()
-        return self.fates.pop(request_id, Fate())
+            del self._ids[companion.name]
+            self._keep_fate(companion.name, companion.finish())
+
+    def drop(self, name: str) -> None:
+        """Nobody waits for this request any more: its block ends where it waits."""
+        companion = self.companions.pop(self._ids.pop(name, ""), None)
+        if companion is not None:
+            companion.close()
+        self.fates.pop(name, None)
+
+    def _keep_fate(self, name: str, fate: Fate) -> None:
+        self.fates[name] = fate
+        while len(self.fates) > MOST_FATES:
+            del self.fates[next(iter(self.fates))]
 
     @property
     def held(self) -> Mapping[str, int]:
         """What is alive here, for tests of what is left over."""
         waiting = sum(len(slot.workers) for slot in self.slots.values())
-        return {"companions": len(self.companions), "fates": len(self.fates), "waiting": waiting}
+        alive = {"companions": self.companions, "fates": self.fates, "ids": self._ids, "shared": self.shared}
+        return {"waiting": waiting, **{what: len(those) for what, those in alive.items()}}
 
     def keep(self, site: Site, x: Tensor, residual: Tensor | None) -> None:
         """Shows the probe what passes, if this is its pass."""
@@ -114,7 +163,7 @@ class Host:
         now, self.now = self.now, None
         if self.recorder is not None and self.recorder.rows is not None:
             self.recorder.rows, self.recorder.done = None, True
-        ended = dict.fromkeys(self.fates, "error")
+        ended, self._stillborn = dict.fromkeys(self._stillborn, "error"), []
         if now is None:
             return ended
         now.end()

@@ -4,8 +4,8 @@ Keys and values are in the cache before it runs. Edited ones are put there again
 read and edited in any order. torch.compile does not see the wrapper, and need not.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,11 +27,18 @@ class OpTap:
     """One layer's attention op. `cache_name` is the layer whose cache holds its keys, itself but for shared caches."""
 
     def __init__(
-        self, name: str, layer: Any, path: str, facts: OpFacts, slots: Callable[[Site], Slot], blocks: Blocks
+        self,
+        name: str,
+        layer: Any,
+        path: str,
+        facts: OpFacts,
+        slots: Callable[[Site], Slot],
+        blocks: Blocks,
+        slot_mapping: Callable[[str], Tensor],
     ) -> None:
         self.name, self.layer, self.path, self.facts = name, layer, path, facts
         self.reader: CacheReader | str = "its cache was not looked at"
-        self._blocks = blocks
+        self._blocks, self._slot_mapping = blocks, slot_mapping
         ports = (Port.ATTEND, Port.SCORES, Port.PATTERN, Port.HEADS)
         self._attend, *self._after = (slots(Site(path, port)) for port in ports)
         self._views: dict[Worker, PagedAttention] = {}
@@ -44,49 +51,91 @@ class OpTap:
         def tapped(
             layer: Any, q: Tensor, k: Tensor, v: Tensor, cache: Any, metadata: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            now = cast("ForwardPass | None", NOW.get())
+            now = NOW.get()
             if now is None or metadata is None:
                 return forward(layer, q, k, v, cache, metadata, *args, **kwargs)
-            self._before(now, q, k, v, cache)
+            now.before(self, q, k, v, cache)
             result = forward(layer, q, k, v, cache, metadata, *args, **kwargs)
             output = kwargs.get("output")
-            self._behind(now, (q, k, v), cache, output if output is not None else result)
+            now.behind(self, q, k, v, cache, output if output is not None else result)
             return result
 
         impl.forward = tapped
 
-    def _before(self, now: "ForwardPass", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
+    def before(self, now: "ForwardPass", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
+        """The op is about to run: blocks that wait for what it receives run on."""
+        self._put_back(now, cache)
         self._attend.passed = now.clock
         for name, operand in zip("qkv", (q, k, v), strict=True):
             if operand is not None:
                 now.host.keep(Site(self.path, Port.ATTEND, name), operand, None)
-        if not self._attend.workers:
-            return
-        workers, self._attend.workers = self._attend.workers, []
-        for worker in workers:
+        for worker in now.doing_again(self._attend):
             view = self._views[worker] = self._view(now, worker, (q, k, v), cache)
-            worker.interleaver.resume(worker, view)
+            now.do_again(worker, self._attend, view)
             if view.edited & {"k", "v"}:
                 self._put_again(now.rows_of(worker), k, v, cache)
+        if not self._attend.workers:
+            return
+        workers, self._attend.workers = now.arrived(self._attend), []
+        for worker in workers:
+            with now.guarded(worker):
+                view = self._views[worker] = self._view(now, worker, (q, k, v), cache)
+                worker.interleaver.resume(worker, view)
+                if view.edited & {"k", "v"}:
+                    self._put_again(now.rows_of(worker), k, v, cache)
 
-    def _behind(self, now: "ForwardPass", qkv: tuple[Tensor, Tensor, Tensor], cache: Tensor, output: Tensor) -> None:
+    def behind(self, now: "ForwardPass", q: Tensor, k: Tensor, v: Tensor, cache: Tensor, output: Tensor) -> None:
+        """The op has run: blocks that wait for what it computed, or for what it made, run on."""
         heads = output.view(-1, self.facts.num_heads, self.facts.d_value)
         now.host.keep(self._after[-1].site, heads, None)
+
+        def viewed(worker: Worker, slot: Slot) -> PagedAttention:
+            if worker not in self._views:
+                self._views[worker] = self._view(now, worker, (q, k, v), cache)
+            view = self._views[worker]
+            view.outputs = heads[now.rows_of(worker)][None]
+            if slot is self._after[-1]:
+                _overwrite(view)
+            return view
+
         for slot in self._after:
             slot.passed = now.clock
-            workers, slot.workers = slot.workers, []
+            for worker in now.doing_again(slot):
+                now.do_again(worker, slot, viewed(worker, slot))
+            workers, slot.workers = now.arrived(slot), []
             for worker in workers:
-                if worker not in self._views:
-                    self._views[worker] = self._view(now, worker, qkv, cache)
-                view = self._views[worker]
+                with now.guarded(worker):
+                    worker.interleaver.resume(worker, viewed(worker, slot))
+        views, self._views = self._views, {}
+        for worker, view in views.items():
+            with now.guarded(worker):
                 view.outputs = heads[now.rows_of(worker)][None]
-                if slot is self._after[-1]:
-                    _overwrite(view)
-                worker.interleaver.resume(worker, view)
-        for worker, view in self._views.items():
-            view.outputs = heads[now.rows_of(worker)][None]
-            _overwrite(view)
-        self._views.clear()
+                _overwrite(view)
+
+    def keep(self, blocks: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+        """The first `length` keys and values in these blocks, [token, kv_head, width] each, on the CPU."""
+        assert isinstance(self.reader, CacheReader)
+        keys, values = self.reader.gather(self.layer.kv_cache, blocks, length)
+        return keys.transpose(0, 1).cpu(), values.transpose(0, 1).cpu()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this layer has keys of its own that can be read."""
+        shared = getattr(self.layer, "kv_sharing_target_layer_name", None)  # Gemma 3n and 4; None elsewhere
+        return isinstance(self.reader, CacheReader) and shared is None
+
+    def _put_back(self, now: "ForwardPass", cache: Tensor) -> None:
+        """Rows that are computed again after a preemption get the keys and values that they had."""
+        for placed in now.placed:
+            kept = placed.companion.kept.get(self.path)
+            if kept is None or placed.again.start == placed.again.stop:
+                continue
+            with placed.companion.guarded():
+                here = slice(placed.position, placed.position + placed.again.stop - placed.again.start)
+                keys, values = (half[here].to(cache.device) for half in kept)
+                there = ~keys.flatten(1).isnan().all(1)  # where no window had dropped the position
+                slots = self._slots(placed.again)
+                self.layer.impl.do_kv_cache_update(self.layer, keys[there], values[there], cache, slots[there])
 
     def _view(
         self, now: "ForwardPass", worker: Worker, qkv: tuple[Tensor, Tensor, Tensor], cache: Tensor
@@ -113,12 +162,14 @@ class OpTap:
 
     def _put_again(self, rows: slice, k: Tensor, v: Tensor, cache: Tensor) -> None:
         """Edited keys and values go into the cache as the unedited ones did."""
-        from vllm.forward_context import get_forward_context
-
-        slots = get_forward_context().slot_mapping[self.name][rows]
+        slots = self._slots(rows)
         shape = (-1, self.facts.num_kv_heads)
         keys, values = k.view(*shape, self.facts.d_head)[rows], v.view(*shape, self.facts.d_value)[rows]
         self.layer.impl.do_kv_cache_update(self.layer, keys.contiguous(), values.contiguous(), cache, slots)
+
+    def _slots(self, rows: slice) -> Tensor:
+        """Where in the cache the keys of rows of this pass go."""
+        return self._slot_mapping(self.name)[rows]
 
 
 def _overwrite(view: PagedAttention) -> None:

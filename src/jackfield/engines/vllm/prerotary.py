@@ -1,9 +1,8 @@
 """Where queries and keys are before the rotary embedding.
 
 At position 0 the rotary embedding rotates by nothing. So of all tensors ahead of the attention op, the one whose first
-token holds the first query of every head, up to a length, is the queries before the rotation. Where vLLM's rotary
-embedding is a module, its arguments are looked at; where it is a function, as in models that come from transformers,
-what linear modules and norms inside the attention gave.
+token holds the first query of every head, up to a length, is the queries before the rotation. What linear modules and
+norms inside the attention gave is looked at.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """The probe: one short prompt through the loaded engine, of which every tap keeps what passes.
 
 It runs as any request does, so what it shows holds for the engine as it was started: compiled or not, on this backend.
-That each tap told of something is the proof that it is alive.
+That each tap told of something is the proof that it is alive; that the model's last hidden states are those of the same
+prompt uncompiled is the proof that compiling along with the taps changed nothing.
 """
 
 from typing import Any
@@ -13,14 +14,15 @@ from jackfield.engines.vllm.seen import Seen
 from jackfield.interleave.site import Site
 
 PROBE = b"probe"
-"""What stands in the place of a block."""
+PLAIN = b"plain probe"
+"""What stands in the place of a block. The plain one runs uncompiled, and is what compiled code is held against."""
 
 
 class Recorder:
     """Keeps what passes in the probe's first pass."""
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, request_id: str, *, uncompiled: bool) -> None:
+        self.request_id, self.uncompiled = request_id, uncompiled
         self.rows: slice | None = None  # in the pass that goes on
         self.seen: list[Seen] = []
         self.done = False

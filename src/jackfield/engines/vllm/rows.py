@@ -5,27 +5,42 @@ All that depends on a runner is here. Everything else asks for rows by absolute 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 from torch import Tensor
 
+from jackfield.engines.vllm.graphs import Graphs, Stats
+from jackfield.interleave.site import Site
+
+Watch = Callable[[Callable[[], Any], Callable[[], Any], int], Any]
+"""Runs a replay as a watched pass over so many rows; the second runs the same pass again, with every tap alive."""
 Row = tuple[str, int, int, int]
 """A request's id, its first row, how many, and the absolute position of the first."""
 
 
 class Runner(ABC):
-    """A model runner. `eager` has the next passes run without CUDA graphs, `uncompiled` without compiled code too."""
+    """A model runner, and how its next pass is to be run.
+
+    `traced`: taps are wanted, so a graph must have them, cut at the `armed` sites. `eager`: no CUDA graph will do.
+    `uncompiled`: nor will compiled code.
+    """
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._groups: Mapping[str, int] | None = None
-        self.eager = self.uncompiled = False
+        self.traced = self.eager = self.uncompiled = False
+        self.armed: frozenset[Site] = frozenset()
+        self.stats = Stats()
         self._undone: list[Callable[[], None]] = []
 
     def close(self) -> None:
         """Puts back what was wrapped of vLLM's modules, which outlive an engine."""
         while self._undone:
             self._undone.pop()()
+
+    def settle_graphs(self, watch: Watch) -> None:
+        """To be called before graphs are captured. `watch` runs a replay as a watched pass; without graphs, nothing."""
 
     @abstractmethod
     def rows(self) -> Sequence[Row]:
@@ -36,8 +51,16 @@ class Runner(ABC):
         """The blocks that hold a layer's keys of the request at this place in the batch, in order of position."""
 
     @abstractmethod
+    def blocks_of(self, layer: str, request_id: str) -> Sequence[int]:
+        """The same, of a request by its id, between two passes."""
+
+    @abstractmethod
     def input_ids(self) -> Tensor:
         """The token ids of the pass [row]."""
+
+    @abstractmethod
+    def slot_mapping(self, layer: str) -> Tensor:
+        """Where in a layer's cache the keys of each row go [row]."""
 
     def _group(self, layer: str) -> int:
         if self._groups is None:
@@ -73,7 +96,7 @@ class FirstRunner(Runner):
         def dispatched(*args: Any, **kwargs: Any) -> Any:
             from vllm.config import CUDAGraphMode
 
-            return dispatch(*args, **(kwargs | {"valid_modes": {CUDAGraphMode.NONE}} if self.eager else kwargs))
+            return dispatch(*args, **(kwargs | {"valid_modes": {CUDAGraphMode.NONE}} if self.traced else kwargs))
 
         runner.cudagraph_dispatcher.dispatch = dispatched
 
@@ -90,19 +113,34 @@ class FirstRunner(Runner):
         table = self._runner.input_batch.block_table[self._group(layer)]
         return table.get_numpy_array()[index].tolist()
 
+    def blocks_of(self, layer: str, request_id: str) -> Sequence[int]:
+        group = self._group(layer)
+        cut = getattr(self._runner.input_batch.block_table[group], "blocks_per_kv_block", 1)  # not in 0.32 and later
+        held = self._runner.requests[request_id].block_ids[group]
+        return [block * cut + part for block in held for part in range(cut)]
+
     def input_ids(self) -> Tensor:
         return self._runner.input_ids.gpu
+
+    def slot_mapping(self, layer: str) -> Tensor:
+        from vllm.forward_context import get_forward_context
+
+        return get_forward_context().slot_mapping[layer]
 
 
 class SecondRunner(Runner):
     """The V2 runner: `v1.worker.gpu.model_runner`, the default on GPUs, and the CPU's made of it."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, sites: Mapping[int, Site]) -> None:
         from vllm.v1.worker.gpu import model_runner
 
         super().__init__(runner)
+        self._sites = sites
+        self._graphs: Graphs | None = None
+        self._metadata: Any = None
         self._batch: Any = None
         self._tables: Sequence[Tensor] = ()
+        self._slot_mappings: Sequence[Tensor] = ()
         self._context_of(model_runner)
         prepare_inputs, prepare_attention = runner.prepare_inputs, runner.prepare_attn
         dispatch = model_runner.dispatch_cg_and_sync_dp
@@ -113,15 +151,82 @@ class SecondRunner(Runner):
 
         def prepared_attention(*args: Any, **kwargs: Any) -> Any:
             prepared = prepare_attention(*args, **kwargs)
-            self._tables = prepared[0]
+            self._tables, self._slot_mappings = prepared
             return prepared
 
         def dispatched(*args: Any, **kwargs: Any) -> Any:
-            return dispatch(*args, **(kwargs | {"need_eager": True} if self.eager else kwargs))
+            chosen = dispatch(*args, **(kwargs | {"need_eager": True} if self._graphless() else kwargs))
+            return self._armed(chosen) or dispatch(*args, **(kwargs | {"need_eager": True}))
 
+        prepare_metadata = runner.model_state.prepare_attn if hasattr(runner, "model_state") else None
+
+        def prepared_metadata(*args: Any, **kwargs: Any) -> Any:
+            assert prepare_metadata is not None
+            self._metadata = prepare_metadata(*args, **kwargs)
+            return self._metadata
+
+        if prepare_metadata is not None:
+            runner.model_state.prepare_attn = prepared_metadata
         runner.prepare_inputs, runner.prepare_attn = prepared_inputs, prepared_attention
         # The one name through which every pass of this module chooses its graph (vLLM 0.25 to 0.33).
         self._put(model_runner, "dispatch_cg_and_sync_dp", dispatched)
+
+    def settle_graphs(self, watch: Watch) -> None:
+        manager = self._runner.cudagraph_manager
+        self._graphs = Graphs(manager, self._sites, self.stats)
+        replay = manager.run_fullgraph
+
+        def run_fullgraph(descriptor: Any) -> Any:
+            def armed() -> Any:
+                with self._graphs_of(self.armed):
+                    return replay(descriptor)
+
+            return watch(armed, self._again, descriptor.num_tokens) if self.traced else replay(descriptor)
+
+        manager.run_fullgraph = run_fullgraph
+
+    def _graphs_of(self, armed: frozenset[Site]) -> AbstractContextManager[None]:
+        return self._graphs.taking(armed) if armed and self._graphs is not None else nullcontext()
+
+    def _graphless(self) -> bool:
+        """Whether a traced pass can have no graph: ranks of data parallelism settle theirs together, and beforehand."""
+        is_alone = self._runner.vllm_config.parallel_config.data_parallel_size == 1
+        return self.traced and (self.eager or self._graphs is None or not self._graphs.ready or not is_alone)
+
+    def _armed(self, chosen: Any) -> Any:
+        """The choice, its graph captured with the armed sites; None where a graph that was chosen has no taps."""
+        from vllm.config import CUDAGraphMode
+
+        descriptor = chosen[0]
+        if not self.traced or descriptor.cg_mode == CUDAGraphMode.NONE:
+            self.stats.count(traced=self.traced)
+            return chosen
+        if descriptor.cg_mode != CUDAGraphMode.FULL:
+            return None  # the pieces of a piecewise graph are captured without their taps
+        assert self._graphs is not None
+        if self.armed:
+            self._graphs.ensure(descriptor, self.armed)
+        self.stats.armed += 1
+        return chosen
+
+    def _again(self) -> Any:
+        """The pass that was prepared, without graphs: its inputs are still in the runner's buffers."""
+        from vllm.config import CUDAGraphMode
+        from vllm.forward_context import set_forward_context
+        from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+
+        runner, batch = self._runner, self._batch
+        self.stats.again += 1
+        given = {"input_ids": batch.input_ids, "positions": batch.positions, "inputs_embeds": None}
+        given |= {"intermediate_tensors": None, **runner.model_state.prepare_inputs(batch, runner.req_states)}
+        with set_forward_context(
+            self._metadata,
+            runner.vllm_config,
+            num_tokens=batch.num_tokens_after_padding,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=build_slot_mappings_by_layer(self._slot_mappings, runner.kv_cache_config),
+        ):
+            return runner.model(**given)
 
     def rows(self) -> Sequence[Row]:
         batch = self._batch
@@ -134,14 +239,21 @@ class SecondRunner(Runner):
     def blocks(self, layer: str, index: int) -> Sequence[int]:
         return self._tables[self._group(layer)][index].tolist()
 
+    def blocks_of(self, layer: str, request_id: str) -> Sequence[int]:
+        index = self._runner.req_states.req_id_to_index[request_id]
+        return self._runner.block_tables.block_tables[self._group(layer)].gpu[index].tolist()
+
     def input_ids(self) -> Tensor:
         return self._batch.input_ids
+
+    def slot_mapping(self, layer: str) -> Tensor:
+        return self._slot_mappings[self._group(layer)]
 
 
 SECOND: Final = "vllm.v1.worker.gpu.model_runner"
 
 
-def runner_of(runner: Any) -> Runner:
-    """The adapter for a runner, by the module that its class comes from."""
+def runner_of(runner: Any, sites: Mapping[int, Site]) -> Runner:
+    """The adapter for a runner, by the module that its class comes from; `sites` are the taps, by number."""
     is_second = any(base.__module__ == SECOND for base in type(runner).__mro__)
-    return SecondRunner(runner) if is_second else FirstRunner(runner)
+    return SecondRunner(runner, sites) if is_second else FirstRunner(runner)

@@ -1,7 +1,6 @@
 """What a client's engine and a worker's have in common: both answer for the parts of one described model."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from jackfield.engines.vllm.taps import Rotary, named, tap_inputs, tap_outputs
+from jackfield.engines.vllm.taps import named, tap_inputs, tap_outputs
 from jackfield.errors import UnsupportedModel
 from jackfield.interleave.site import Port, Site
 
@@ -26,8 +26,7 @@ class BlockStructure:
     sublayers: tuple[str, ...]  # children that are neither the attention nor norms
     projections: tuple[str, ...]  # row-parallel linear modules inside: output and down projections
     routers: tuple[str, ...]
-    rotary: str | None
-    makers: tuple[str, ...]  # what makes queries and keys, where no rotary module shows them: linear modules and norms
+    makers: tuple[str, ...]  # what may make queries and keys: linear modules and norms in the attention
     reason: str | None = None  # why the attention's values are not to be had
 
 
@@ -85,10 +84,6 @@ def _block(path: str, modules: Mapping[str, nn.Module], ops: Mapping[str, Any]) 
     children = [f"{path}.{name}" for name, _ in modules[path].named_children()]
     norms = tuple(child for child in children if is_norm(modules[child]))
     rest = tuple(child for child in children if child not in norms and child not in (attention, op))
-    owner = None if op is None else op.rpartition(".")[0]
-    rotary = next(
-        (other for other in inside if owner is not None and _rotates(modules[other]) and _under(other, owner)), None
-    )
     return BlockStructure(
         path,
         attention,
@@ -97,8 +92,7 @@ def _block(path: str, modules: Mapping[str, nn.Module], ops: Mapping[str, Any]) 
         rest,
         _projections(inside, [path for path in (attention, *rest) if path not in (None, op)], modules),
         tuple(other for other in inside if _is_router(other, modules)),
-        rotary,
-        () if rotary is not None else tuple(other for other in inside if _makes(modules[other], other, attention)),
+        tuple(other for other in inside if _makes(modules[other], other, attention)),
         reason if op is None or is_listened_to(ops[op]) else "its attention is of a kind that is not listened to",
     )
 
@@ -108,19 +102,9 @@ def is_listened_to(op: Any) -> bool:
     return hasattr(getattr(op, "impl", None), "forward")
 
 
-def _under(path: str, owner: str) -> bool:
-    return path.rpartition(".")[0] == owner
-
-
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm: every one in vLLM and in torch says so in its class's name."""
     return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
-
-
-def _rotates(module: nn.Module) -> bool:
-    return "RotaryEmbedding" in type(module).__name__ or any(
-        "RotaryEmbedding" in base.__name__ for base in type(module).__mro__
-    )
 
 
 def _projections(
@@ -193,8 +177,6 @@ def put_taps(model: nn.Module, structure: Structure) -> Sites:
             tap_outputs(modules[path], sites.add(path, Port.OUTPUT))
         for path in block.routers:
             tap_outputs(modules[path], sites.add(path, Port.OUTPUT))
-        if block.rotary is not None:
-            _own_rotary(modules, block.rotary, sites)
     for path in structure.final_norms:
         tap_outputs(modules[path], sites.add(path, Port.OUTPUT))
     return sites
@@ -204,12 +186,6 @@ def _both_sides(block: BlockStructure) -> Sequence[str]:
     within = [path for path in (block.attention, *block.norms, *block.sublayers) if path not in (None, block.path)]
     taken = {*block.projections, *block.routers}
     return [*(path for path in cast("list[str]", within) if path not in taken), block.path]
-
-
-def _own_rotary(modules: Mapping[str, nn.Module], path: str, sites: Sites) -> None:
-    owner, _, name = path.rpartition(".")
-    queries, keys = sites.add(path, Port.INPUT, "query"), sites.add(path, Port.INPUT, "key")
-    setattr(modules[owner], name, Rotary(modules[path], queries, keys))
 
 
 def children(paths: Sequence[str], path: str) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Taps: one opaque in-place op at a module's input or output, and what it does while a forward pass is watched.
 
-torch.compile carries the op as it is. Outside a watched pass it does nothing: in vLLM's own warm-up, in passes without
+torch.compile carries the op as it is, on whole tensors: two taps on views of one tensor, as queries and keys are of
+what their projection gives, come out of it wrong (torch 2.11 and 2.13), so taps stand at the projection itself. Outside a watched pass it does nothing: in vLLM's own warm-up, in passes without
 a traced request, and in what a block runs of the model by itself.
 """
 
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 
 class Watcher(Protocol):
-    """What a forward pass tells of its tensors."""
+    """What a forward pass tells of its tensors: at a module's tap, and before and after an attention op."""
 
     def tap(self, site: int, x: Tensor, residual: Tensor | None) -> None: ...
+    def before(self, tap: Any, q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None: ...
+    def behind(self, tap: Any, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, output: Tensor) -> None: ...
 
 
 NOW: ContextVar[Watcher | None] = ContextVar("jackfield_pass", default=None)
@@ -76,26 +79,6 @@ def _pair(values: tuple[Any, ...]) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     twins = [tensor for tensor in tensors[1:] if tensor.shape == tensors[0].shape and tensor is not tensors[0]]
     return tensors[0], twins[0] if twins else None
-
-
-class Rotary(nn.Module):
-    """A rotary embedding as one layer has it: vLLM shares one module among all layers, where a tap could not tell."""
-
-    def __init__(self, shared: nn.Module, queries: int, keys: int) -> None:
-        super().__init__()
-        self.shared, self.queries, self.keys = shared, queries, keys
-
-    def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        torch.ops.jackfield.tap(query, None, self.queries)
-        if key is not None:
-            torch.ops.jackfield.tap(key, None, self.keys)
-        return self.shared(positions, query, key, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(cast("nn.Module", vars(self)["_modules"]["shared"]), name)
 
 
 def named(module: nn.Module) -> Mapping[str, nn.Module]:

@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 
 from jackfield.engines.vllm.answers import PROOF, Lender, unsendable
 from jackfield.engines.vllm.companion import Fate
+from jackfield.engines.vllm.interrupts import leave_to_client
 from jackfield.engines.vllm.scheduler import KEY
 from jackfield.engines.vllm.shipping import loads
 from jackfield.engines.vllm.worker_engine import WorkerEngine
@@ -26,9 +27,14 @@ class Worker(_Base):
     """The worker of this platform, and what a client asks it by `collective_rpc`; answers are pickled."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        leave_to_client()
         super().load_model(*args, **kwargs)
         self._lender = Lender()
         self.jackfield = WorkerEngine(self.model_runner, self.vllm_config)
+
+    def compile_or_warm_up_model(self) -> Any:
+        self.jackfield.settle_graphs()
+        return super().compile_or_warm_up_model()
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
@@ -73,18 +79,28 @@ class Worker(_Base):
         """The client has mapped these files."""
         self._lender.release(descriptors)
 
+    def jackfield_share(self, key: str, value: bytes) -> None:
+        """An object for blocks to use, by what the client calls it."""
+        host = self.jackfield.host
+        host.share(key, loads(value, host.ends), self.device)
+
+    def jackfield_forget(self, keys: list[str]) -> None:
+        """Objects that the client has let go of."""
+        for key in keys:
+            self.jackfield.host.shared.pop(key, None)
+
     def jackfield_held(self) -> bytes:
         """What is alive here."""
         return self._answer({**self.jackfield.host.held, "files": len(self._lender)})
 
     def jackfield_project(self, x: bytes, norm: bool) -> bytes:
         """`project_on_vocab` of a tensor, as a tensor on the CPU."""
-        given: Tensor = loads(x, self.jackfield, self.jackfield.host.model)
+        given: Tensor = loads(x, self.jackfield.host.ends)
         with torch.inference_mode():
             return self._answer(self.jackfield.project_on_vocab(given.to(self.device), norm=norm).cpu())
 
     def _answer(self, value: Any, *, lending: bool = False) -> bytes:
-        return self._lender.answer(value, self.jackfield, self.jackfield.host.model, lending=lending)
+        return self._lender.answer(value, self.jackfield.host.ends, lending=lending)
 
     def _sent(self, fate: Fate, *, lending: bool) -> bytes:
         """A Fate on its way; one that cannot be sent becomes an error that says so."""

@@ -1,9 +1,11 @@
 """The engine that blocks have in a worker process: it serves values out of the passes of the runner beside it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from vllm.tokenizers import cached_tokenizer_from_config
 
 from jackfield.engines.engine import Outcome, Request
 from jackfield.engines.vllm.attention import op_facts
@@ -18,8 +20,10 @@ from jackfield.engines.vllm.rows import runner_of
 from jackfield.engines.vllm.scheduler import KEY
 from jackfield.engines.vllm.served import Served
 from jackfield.engines.vllm.structure import is_listened_to, put_taps, read_structure
-from jackfield.engines.vllm.taps import named
+from jackfield.engines.vllm.taps import NOW, named
+from jackfield.engines.vllm.untraceable import untraceable
 from jackfield.errors import TracingError
+from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Channel, Worker
 from jackfield.model import Model
 
@@ -29,7 +33,6 @@ class WorkerEngine(Served):
 
     def __init__(self, runner: Any, vllm_config: Any) -> None:
         self.runner, self.vllm_config = runner, vllm_config
-        self.rows = runner_of(runner)
         self.loaded: nn.Module = runner.get_model()
         self.tree = self.loaded
         paths = {id(module): path for path, module in named(self.loaded).items()}
@@ -37,12 +40,13 @@ class WorkerEngine(Served):
         self.ops = {name: layer for name, layer in context.items() if id(layer) in paths and hasattr(layer, "impl")}
         self.structure = read_structure(self.loaded, self.ops)
         self.host = Host(put_taps(self.loaded, self.structure).all)
+        self.rows = runner_of(runner, {number: slot.site for number, slot in enumerate(self.host.numbered)})
         self.compute_logits = self.loaded.compute_logits
         self._real = False  # whether the pass that goes on is one of the scheduler's, and not a warm-up or a capture
         self._gates = Gates(self.loaded, self.host)
         self._raw: dict[tuple[str, str], RawChannel] = {}
         self._op_taps = [
-            OpTap(name, layer, paths[id(layer)], op_facts(layer), self.host.slot, self._blocks)
+            OpTap(name, layer, paths[id(layer)], op_facts(layer), self.host.slot, self._blocks, self.rows.slot_mapping)
             for name, layer in self.ops.items()
             if is_listened_to(layer)
         ]
@@ -60,30 +64,65 @@ class WorkerEngine(Served):
 
     def arrive(self, scheduler_output: Any) -> None:
         """A step has been scheduled: traced requests that are new begin, and how the pass is run is settled."""
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self._keep(request_id)
+        self.host.ended(scheduler_output.finished_req_ids)
         for new in scheduler_output.scheduled_new_reqs:
             extra: Mapping[str, Any] = (new.sampling_params and new.sampling_params.extra_args) or {}
             if KEY in extra:
-                self.host.begin(new.req_id, extra[KEY])
-        running = self.host.running(scheduler_output.num_scheduled_tokens)
-        self.rows.eager = bool(running) or self.host.recorder is not None
-        self.rows.uncompiled = any(companion.raw for companion in running)
-        self._real = True
+                self.host.begin(new.req_id, *extra[KEY])
+        watched = self.host.watching_for(scheduler_output.num_scheduled_tokens)
+        rows = self.rows
+        rows.traced = bool(watched) or self.host.recorder is not None
+        probed = self.host.recorder
+        rows.uncompiled = any(companion.raw for companion in watched) or (probed is not None and probed.uncompiled)
+        rows.eager = rows.uncompiled or not all(companion.seen >= companion.prompt_length for companion in watched)
+        rows.eager |= self.host.recorder is not None or any(companion.names_early for companion in watched)
+        rows.armed = self.host.armed_for(scheduler_output.num_scheduled_tokens)
+        self._real = scheduler_output.total_num_scheduled_tokens > 0
 
     def settle(self) -> Mapping[str, str]:
         """The step is over: requests that end by their blocks, and why."""
         self._real = False
         return self.host.settle()
 
+    def _keep(self, request_id: str) -> None:
+        """A request has lost its place in the caches, which still hold its keys until this step runs."""
+        companion = self.host.companions.get(request_id)
+        if companion is None or companion.kept:
+            return
+        with companion.guarded():
+            companion.kept = {
+                tap.path: tap.keep(self.rows.blocks_of(tap.name, request_id), companion.seen)
+                for tap in self._op_taps
+                if tap.keeps
+            }
+
     def stop(self) -> None:
         """The worker is shut down: nothing of vLLM's that outlives it stays wrapped."""
         self.rows.close()
+
+    def settle_graphs(self) -> None:
+        """Graphs are about to be captured."""
+        self.rows.settle_graphs(self._watch)
+
+    def _watch(self, replay: Callable[[], Any], again: Callable[[], Any], total: int) -> Any:
+        """A replay as a watched pass; run again where a block waits for what the graph was not cut at."""
+        with self.host.watching(self.rows.rows(), total):
+            hidden = replay()
+            now = self.host.now
+            if now is not None and now.missed():
+                now.begin_again()
+                hidden = again()
+            self.host.final_norm(hidden)
+        return hidden
 
     def _wrap_runner(self) -> None:
         forward, compute_logits = self.loaded.forward, self.compute_logits
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if not self._real:
-                return forward(*args, **kwargs)
+            if not self._real or self.host.now is not None or NOW.get() is not None:
+                return forward(*args, **kwargs)  # a warm-up, or a pass that is watched, or captured, already
             given = next(each for each in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if each is not None)
             with self.host.watching(self.rows.rows(), given.shape[0]), self._gates.put_up(self.rows.uncompiled):
                 hidden = forward(*args, **kwargs)
@@ -106,20 +145,28 @@ class WorkerEngine(Served):
 
     def describe(self) -> Description:
         """What the probe has shown. UnsupportedModel where a tap was never heard of."""
-        recorder = self.host.recorder
+        recorder, plain = self.host.recorder, self.host.plain
         assert recorder is not None
         describer = Describer(self, recorder.seen)
-        self.host.recorder = None
-        self.description, self.channels = describer.description(), describer.channels()
-        self.host.early = describer.early()
-        self.facts, self.config = self.description.facts, self.runner.model_config.hf_config
+        describer.refuse_changed(recorder.seen, plain.seen if plain is not None else recorder.seen)
+        self.host.order = {each.site: place for place, each in enumerate(recorder.seen)}
+        for tap in self._op_taps:
+            place = self.host.order.get(Site(tap.path, Port.HEADS))
+            ports = (Port.ATTEND, Port.SCORES, Port.PATTERN)
+            self.host.order |= {Site(tap.path, port): place for port in ports if place is not None}
+        self.host.recorder = self.host.plain = None
+        self.description = replace(describer.description(), untraceable=untraceable(self.vllm_config))
+        self.channels, self.host.early = describer.channels(), describer.early()
+        settings = self.runner.model_config
+        self.facts, self.config = self.description.facts, settings.hf_config
+        self.tokenizer = None if settings.skip_tokenizer_init else cached_tokenizer_from_config(settings)
         return self.description
 
     def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
-        rows = x.flatten(0, -2)
+        rows = x.reshape(-1, x.shape[-1])
         if norm and self.structure.final_norms:
             rows = self.loaded.get_submodule(self.structure.final_norms[-1])(rows)
-        return self.compute_logits(rows).unflatten(0, x.shape[:-1])
+        return self.compute_logits(rows).view(*x.shape[:-1], -1)
 
     def raw_channel(self, path: str, port: str) -> Channel:
         if (path, port) not in self._raw:

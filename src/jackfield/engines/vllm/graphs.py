@@ -1,0 +1,205 @@
+"""Full CUDA graphs with blocks in them: where a block waits, a graph is cut, and the block runs between its two parts.
+
+A set of graphs is kept per armed set, the sites that the requests of a step want; the set that arms nothing is vLLM's
+own. What a tap does is decided while a graph is captured: at an armed site the capture ends, and begins again behind a
+callback. A replay is a list of graphs and callbacks, and a callback is what the tap does in any other pass.
+
+Which sites a block will want is what it has wanted so far. Where it wants another, the pass is run again without graphs,
+with the same edits, and the site is armed from then on: right first, fast from the second time.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from jackfield.engines.vllm.taps import NOW
+from jackfield.interleave.site import Port, Site
+
+if TYPE_CHECKING:
+    from jackfield.engines.vllm.op_tap import OpTap
+
+Armed = frozenset[Site]
+NOTHING: Final[Armed] = frozenset()
+MOST_SETS: Final = 16
+"""How many armed sets keep their graphs; the one unused for longest goes first."""
+
+
+def armed_site(site: Site) -> Site:
+    """What is armed for a site: the four ports of an attention op are one wrapper."""
+    is_op = site.port in (Port.ATTEND, Port.SCORES, Port.PATTERN, Port.HEADS)
+    return Site(site.path, Port.ATTEND) if is_op else site
+
+
+class SegmentedGraph:
+    """Takes the place of `torch.cuda.CUDAGraph` while a runner captures: a list of graphs and callbacks."""
+
+    def __init__(self, graph: Callable[[], Any]) -> None:
+        self._graph = graph
+        self._parts: list[Callable[[], None]] = []
+        self._begun: Any = None
+        self._arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        """As torch's; what is given, the memory pool among it, holds for every part."""
+        self._arguments = args, kwargs
+        self._begin()
+
+    def capture_end(self) -> None:
+        """As torch's."""
+        self._end()
+
+    def cut(self, callback: Callable[[], None]) -> None:
+        """Ends a part here and begins the next behind `callback`."""
+        self._end()
+        self._parts.append(callback)
+        self._begin()
+
+    def replay(self) -> None:
+        """Every part in order."""
+        for part in self._parts:
+            part()
+
+    def _begin(self) -> None:
+        args, kwargs = self._arguments
+        self._begun = self._graph()
+        self._begun.capture_begin(*args, **kwargs)
+
+    def _end(self) -> None:
+        self._begun.capture_end()
+        self._parts.append(self._begun.replay)
+
+
+class Capture:
+    """What taps tell while a graph is captured: armed sites cut it."""
+
+    def __init__(self, armed: Armed, numbered: Mapping[int, Site]) -> None:
+        self._armed, self._numbered = armed, numbered
+        self._graph: SegmentedGraph | None = None
+        self._made: Callable[[], Any] = torch.cuda.CUDAGraph
+
+    def graph(self, *_: Any, **__: Any) -> SegmentedGraph:
+        """A graph to capture into: the one that is cut from now on."""
+        self._graph = SegmentedGraph(self._made)
+        return self._graph
+
+    def tap(self, site: int, x: Tensor, residual: Tensor | None) -> None:
+        """A tap of a module, by its number."""
+        if self._graph is not None and self._numbered[site] in self._armed:
+            held = _weak(x), _weak(residual)
+            self._graph.cut(lambda: _now().tap(site, *held))
+
+    def before(self, tap: "OpTap", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
+        """An attention op is about to run."""
+        self._cut_at(tap, tap.before, (q, k, v, cache))
+
+    def behind(self, tap: "OpTap", q: Tensor, k: Tensor, v: Tensor, cache: Tensor, output: Tensor) -> None:
+        """An attention op has run."""
+        self._cut_at(tap, tap.behind, (q, k, v, cache, output))
+
+    def _cut_at(self, tap: "OpTap", told: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
+        if self._graph is not None and Site(tap.path, Port.ATTEND) in self._armed:
+            held = [_weak(tensor) for tensor in tensors]
+            self._graph.cut(lambda: told(_now(), *held))
+
+
+def _now() -> Any:
+    now = NOW.get()
+    assert now is not None, "an armed graph was replayed outside a watched pass"
+    return now
+
+
+def _weak(tensor: Tensor | None) -> Any:
+    """The same memory, not kept: a graph's pool would never be free again."""
+    if tensor is None:
+        return None
+    from vllm.utils.torch_utils import weak_ref_tensor
+
+    return weak_ref_tensor(tensor)
+
+
+@dataclass(slots=True)
+class Stats:
+    """How passes ran since the engine was started: `model.stats()`."""
+
+    plain: int = 0  # without a traced request, as vLLM runs them
+    armed: int = 0  # full graphs with blocks in them
+    again: int = 0  # of these, run a second time for a site that had not been armed
+    eager: int = 0  # with traced requests, without graphs
+    captured: int = 0  # graphs captured for armed sets
+
+    def count(self, *, traced: bool) -> None:
+        """Counts a pass that takes what vLLM chose."""
+        if traced:
+            self.eager += 1
+        else:
+            self.plain += 1
+
+
+class Graphs:
+    """The graphs of vLLM's second runner, by armed set."""
+
+    def __init__(self, manager: Any, sites: Mapping[int, Site], stats: Stats) -> None:
+        self._manager, self._sites, self._stats = manager, sites, stats
+        self._sets: OrderedDict[Armed, dict[Any, Any]] = OrderedDict()
+        self._arguments: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+        self._capture: Callable[..., Any] = manager.capture
+        manager.capture = self._remembered
+
+    def _remembered(self, *args: Any, **kwargs: Any) -> Any:
+        """Vllm's own capture, at start-up: what it is called with serves for ours."""
+        self._arguments = args, kwargs
+        return self._capture(*args, **kwargs)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are full graphs at all."""
+        return self._arguments is not None
+
+    def ensure(self, descriptor: Any, armed: Armed) -> None:
+        """Captures the graph of a descriptor with these sites armed, if it is not there."""
+        graphs = self._sets.setdefault(armed, {})
+        self._sets.move_to_end(armed)
+        if descriptor not in graphs:
+            self._stats.captured += 1
+            with self._only(descriptor, graphs), _capturing(Capture(armed, self._sites)):
+                assert self._arguments is not None
+                self._capture(*self._arguments[0], **{**self._arguments[1], "progress_bar_desc": "Arming"})
+        while len(self._sets) > MOST_SETS:
+            self._sets.popitem(last=False)
+
+    @contextmanager
+    def taking(self, armed: Armed) -> Generator[None]:
+        """While it is open, the runner replays the graphs of this armed set."""
+        held = self._manager.graphs
+        self._manager.graphs = self._sets[armed]
+        try:
+            yield
+        finally:
+            self._manager.graphs = held
+
+    @contextmanager
+    def _only(self, descriptor: Any, graphs: dict[Any, Any]) -> Generator[None]:
+        manager = self._manager
+        held = manager.graphs, manager._capture_descs
+        manager.graphs, manager._capture_descs = graphs, {descriptor.cg_mode: [descriptor]}
+        try:
+            yield
+        finally:
+            manager.graphs, manager._capture_descs = held
+
+
+@contextmanager
+def _capturing(capture: Capture) -> Generator[None]:
+    """While it is open, graphs are captured into segments, and taps tell `capture`."""
+    held, token = torch.cuda.CUDAGraph, NOW.set(capture)
+    torch.cuda.CUDAGraph = capture.graph
+    try:
+        yield
+    finally:
+        torch.cuda.CUDAGraph = held
+        NOW.reset(token)
