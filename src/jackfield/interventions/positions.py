@@ -21,7 +21,7 @@ from jackfield.errors import near
 
 Positions: TypeAlias = str | tuple[int | range, ...]
 """As they are kept: a word, or absolute positions and ranges of them."""
-GivenPositions: TypeAlias = str | int | range | Iterable[int | range]
+GivenPositions: TypeAlias = str | int | range | Iterable[int | range] | None
 """As they may be written."""
 WORDS: Final = ("all", "prompt", "last", "generated")
 FORMS: Final = 'absolute positions (3, [3, 5], range(3, 9)), or "all", "prompt", "last" or "generated"'
@@ -56,7 +56,9 @@ class Selected:
 
 
 def read_positions(given: object) -> Positions:
-    """A word or a tuple of positions and ranges. ValueError, with the reason, for what is neither."""
+    """A word or a tuple of positions and ranges; None is "all". ValueError, with the reason, for what is neither."""
+    if given is None:
+        return "all"
     if isinstance(given, str):
         if given not in WORDS:
             raise ValueError(f"{given!r} is no word for positions; write {FORMS}.{near(given, WORDS)}")

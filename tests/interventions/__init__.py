@@ -1,0 +1,1 @@
+"""Interventions: what they may say, what they do on every engine, and their JSON."""

@@ -1,0 +1,30 @@
+"""The engines of the contract suite. vLLM is one of them where it is installed."""
+
+import importlib.util
+
+import pytest
+
+import jackfield as jf
+from tests.contract.conftest import ENGINES, Subject, subject
+
+HERE = [name for name in ENGINES if name != "vllm" or importlib.util.find_spec("vllm") is not None]
+
+
+@pytest.fixture(params=HERE)
+def engine(request: pytest.FixtureRequest) -> Subject:
+    return subject(request.param)
+
+
+@pytest.fixture
+def model(engine: Subject) -> jf.Model:
+    return engine.model
+
+
+@pytest.fixture
+def fake() -> jf.Model:
+    return subject("fake").model
+
+
+@pytest.fixture
+def prompts(engine: Subject) -> list[list[int]]:
+    return engine.prompts
