@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+import jackfield as jf
 from tests.engines.tiny_tokenizers import words
 
 PROMPT = "t20 t30 t40"
@@ -101,3 +102,39 @@ def test_steer_and_layer_go_together(say):
     said = say("generate", PROMPT, "--layer", "0")
     assert said.status == 2
     assert "give both --steer and --layer" in said.err
+
+
+def test_interventions_are_read_from_a_file(say, folder, vector, tmp_path):
+    edits = [jf.Steer("layers.2.layer_output", vector, 0.5), jf.Capture("layers.0.layer_output", "last")]
+    (tmp_path / "edits.json").write_text(jf.to_json(edits))
+    said = say(
+        "generate", PROMPT, "--model", folder, "--max-tokens", "6", "--json", "--interventions", "edits.json"
+    )  # fmt: skip
+    result = json.loads(said.out)
+    assert result["token_ids"] == generated_with_a_hook(folder, 0.5 * vector, 2)
+    assert result["interventions"] == "edits.json"
+
+
+def test_one_intervention_and_a_steering_vector_go_together(say, folder, vector, tmp_path):
+    (tmp_path / "edit.json").write_text(jf.Steer("layers.2.layer_output", vector, -0.5).to_json())
+    arguments = ("--steer", "v.safetensors", "--layer", "2", "--scale", "1", "--interventions", "edit.json")
+    said = say("generate", PROMPT, "--model", folder, "--max-tokens", "6", "--json", *arguments)
+    assert json.loads(said.out)["token_ids"] == generated_with_a_hook(folder, 0.5 * vector, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "message"),
+    [
+        (None, 2, "there is no file edits.json"),
+        ("[", 2, "edits.json: This is not JSON"),
+        ('[{"format": 1, "kind": "Skipp"}]', 2, "no kind of intervention 'Skipp'"),
+        ('{"format": 1, "kind": "Skip", "layers": [99]}', 1, "there is no layer 99"),
+    ],
+    ids=["absent", "torn", "kind", "layer"],
+)
+def test_a_bad_file_of_interventions(say, folder, tmp_path, text, status, message):
+    if text is not None:
+        (tmp_path / "edits.json").write_text(text)
+    said = say("generate", PROMPT, "--model", folder, "--interventions", "edits.json")
+    assert (said.status, said.out) == (status, "")
+    assert message in " ".join(said.err.replace("│", " ").split())
