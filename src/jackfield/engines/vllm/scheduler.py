@@ -11,7 +11,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from jackfield.engines.vllm.interrupts import leave_to_client
+from jackfield.engines.vllm.interrupts import follow_client
 
 KEY = "jackfield"
 """Under which a request's extra_args carry its block, and the runner's output the requests that end."""
@@ -133,6 +133,6 @@ class _Async(_Whole, AsyncScheduler): ...
 
 def scheduler(*args: Any, vllm_config: Any, **kwargs: Any) -> Scheduler:
     """The one that the configuration asks for: a factory, so that both of vLLM's keep their base."""
-    leave_to_client()
+    follow_client()
     made = _Async if vllm_config.scheduler_config.async_scheduling else _Sync
     return made(*args, vllm_config=vllm_config, **kwargs)

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 
 from jackfield.engines.vllm.answers import PROOF, Lender, unsendable
 from jackfield.engines.vllm.companion import Fate
-from jackfield.engines.vllm.interrupts import leave_to_client
+from jackfield.engines.vllm.interrupts import follow_client
 from jackfield.engines.vllm.scheduler import KEY
 from jackfield.engines.vllm.shipping import loads
 from jackfield.engines.vllm.worker_engine import WorkerEngine
@@ -27,7 +27,7 @@ class Worker(_Base):
     """The worker of this platform, and what a client asks it by `collective_rpc`; answers are pickled."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        leave_to_client()
+        follow_client()
         super().load_model(*args, **kwargs)
         self._lender = Lender()
         self.jackfield = WorkerEngine(self.model_runner, self.vllm_config)
