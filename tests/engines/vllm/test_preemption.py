@@ -8,7 +8,7 @@ import pytest
 
 import jackfield as jf
 from tests.engines.vllm import tiny
-from tests.engines.vllm.asking import close, nothing_is_left, prompt_of, scheduler_of
+from tests.engines.vllm.asking import close, engine_of, nothing_is_left, prompt_of, scheduler_of
 
 pytestmark = pytest.mark.slow
 
@@ -119,3 +119,18 @@ def test_untraced_requests_are_preempted_first(model: jf.Model) -> None:
     assert t.results[0].token_ids == plain[1]
     assert t.results[1].token_ids == alone.token_ids == plain[0]
     close(rows, alone.returned)
+
+
+def test_edits_that_could_not_be_kept_end_their_request(model: jf.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a cache is not read: those that have edited nothing go on, their values are what they would have been."""
+    worker = engine_of(model).llm.llm_engine.model_executor.driver_worker.worker
+    monkeypatch.setattr(worker.jackfield, "_unkept", "model.layers.0: an odd cache")
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((20, 24, 30))]
+    plain = [model.run(prompt, max_tokens=60, ignore_eos=True).token_ids for prompt in prompts]
+    with preempted(model) as seen:
+        found = model.run(prompts, reads, max_tokens=60, ignore_eos=True)
+    assert seen
+    assert [result.token_ids for result in found] == plain
+    with pytest.raises((jf.Unavailable, ExceptionGroup), match=r"lost its place|blocks of 3 prompts failed"):
+        model.run(prompts, steers, max_tokens=60, ignore_eos=True)
+    nothing_is_left(model)

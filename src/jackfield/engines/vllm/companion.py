@@ -43,6 +43,7 @@ class TracedWorker(Worker):
     def __init__(self, rows: Rows) -> None:
         super().__init__(rows)
         self.written: dict[Site, list[tuple[Channel, Selection, Any]]] = {}
+        self.wrote = False  # in this pass or an earlier one
 
     def write_again(self, site: Site, passing: Any) -> None:
         """Writes what the block wrote at a site to what passes there now."""
@@ -51,6 +52,7 @@ class TracedWorker(Worker):
 
     def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
         super()._put(channel, selection, value)
+        self.wrote = True
         self.written.setdefault(channel.site, []).append((channel, selection, value))
 
 

@@ -22,7 +22,7 @@ from jackfield.engines.vllm.served import Served
 from jackfield.engines.vllm.structure import is_listened_to, put_taps, read_structure
 from jackfield.engines.vllm.taps import NOW, named
 from jackfield.engines.vllm.untraceable import untraceable
-from jackfield.errors import TracingError
+from jackfield.errors import TracingError, Unavailable
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Channel, Worker
 from jackfield.model import Model
@@ -38,6 +38,12 @@ class WorkerEngine(Served):
         paths = {id(module): path for path, module in named(self.loaded).items()}
         context: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
         self.ops = {name: layer for name, layer in context.items() if id(layer) in paths and hasattr(layer, "impl")}
+        self._stateful = [
+            f"{name}: its state is no list of keys"
+            for name, layer in context.items()
+            if id(layer) in paths and name not in self.ops and hasattr(layer, "kv_cache")  # recurrent layers
+        ]
+        self._unkept: str | None = None  # why a preempted request cannot be as if it had not been
         self.structure = read_structure(self.loaded, self.ops)
         self.host = Host(put_taps(self.loaded, self.structure).all)
         self.rows = runner_of(runner, {number: slot.site for number, slot in enumerate(self.host.numbered)})
@@ -59,6 +65,8 @@ class WorkerEngine(Served):
         """Finds how each layer's paged cache is read; to be called when there are caches."""
         for tap in self._op_taps:
             tap.reader = probe(tap.layer, tap.layer.kv_cache)
+        unread = (f"{tap.path}: {tap.reader}" for tap in self._op_taps if isinstance(tap.reader, str))
+        self._unkept = next(iter((*unread, *self._stateful)), None)
 
     # -- the runner
 
@@ -78,6 +86,7 @@ class WorkerEngine(Served):
         rows.uncompiled = any(companion.raw for companion in watched) or (probed is not None and probed.uncompiled)
         rows.eager = rows.uncompiled or not all(companion.seen >= companion.prompt_length for companion in watched)
         rows.eager |= self.host.recorder is not None or any(companion.names_early for companion in watched)
+        rows.eager |= any(companion.kept for companion in watched)  # a graph would not put them back
         rows.armed = self.host.armed_for(scheduler_output.num_scheduled_tokens)
         self._real = scheduler_output.total_num_scheduled_tokens > 0
 
@@ -92,6 +101,12 @@ class WorkerEngine(Served):
         if companion is None or companion.kept:
             return
         with companion.guarded():
+            if self._unkept is not None and companion.worker.wrote:
+                raise Unavailable(
+                    f"This request lost its place in the cache after its block had edited something, and what it was "
+                    f"edited to cannot be kept ({self._unkept}). Give the cache more room (gpu_memory_utilization), or "
+                    "run fewer requests at a time (max_num_seqs)."
+                )
             companion.kept = {
                 tap.path: tap.keep(self.rows.blocks_of(tap.name, request_id), companion.seen)
                 for tap in self._op_taps
