@@ -58,7 +58,8 @@ class Family:
         return self.zoo if self.backend == "vllm" else f"{self.zoo} by transformers"
 
 
-def _by_transformers(name: str, over: Mapping[str, Any] = WIDE, **rest: Any) -> Family:
+def by_transformers(name: str, over: Mapping[str, Any] = WIDE, **rest: Any) -> Family:
+    """A family that vLLM runs as transformers has it."""
     return Family(name, over, "transformers", **rest)
 
 
@@ -85,14 +86,14 @@ FAMILIES: tuple[Family, ...] = (
     Family("gpt_oss"),
     Family("glm4", {"hidden_size": 128, "head_dim": 32}),
     Family("exaone4"),
-    _by_transformers("gpt_neox"),
-    _by_transformers("phi", {"hidden_size": 128, "qk_layernorm": False}),
-    _by_transformers("starcoder2"),
-    _by_transformers("olmo2"),
-    _by_transformers("olmo3"),
-    _by_transformers("smollm3"),
-    _by_transformers("vaultgemma"),
-    _by_transformers("gpt_bigcode", {"n_embd": 128}),
+    by_transformers("gpt_neox"),
+    by_transformers("phi", {"hidden_size": 128, "qk_layernorm": False}),
+    by_transformers("starcoder2"),
+    by_transformers("olmo2"),
+    by_transformers("olmo3"),
+    by_transformers("smollm3"),
+    by_transformers("vaultgemma"),
+    by_transformers("gpt_bigcode", {"n_embd": 128}),
 )
 
 

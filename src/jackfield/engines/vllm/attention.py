@@ -58,6 +58,11 @@ def op_facts(layer: Any) -> OpFacts:
     )
 
 
+def left_behind(facts: OpFacts, computed: int) -> int:
+    """How many positions no query sees any more, of a request of which so many have been computed before this pass."""
+    return 0 if facts.window is None else max(0, computed - facts.window + 1)
+
+
 class PagedAttention:
     """One request's rows of q, k and v [token, heads, width], views of the op's own, and what the op made of them.
 

@@ -75,17 +75,20 @@ class CacheReader:
     d_head: int
     block_size: int
 
-    def gather(self, cache: Tensor, blocks: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+    def gather(self, cache: Tensor, blocks: Sequence[int], length: int, left: int = 0) -> tuple[Tensor, Tensor]:
         """The first `length` keys and values that stand in these blocks: [kv_head, token, width] each, copies.
 
-        NaN where a window has let go of a block: its place in the table holds 0, the block that vLLM keeps for itself.
+        NaN where a window has let go of a block: one that lies in the first `left` positions, which no query sees any
+        more and whose block may be another request's by now, or one whose place in the table holds 0, the block that
+        vLLM keeps for itself.
         """
         used = blocks[: -(-length // self.block_size)]
         held = torch.tensor(used, device=cache.device)
         found = self.layout(_pick(cache, held, self.layout), self.d_head)
         keys, values = (half.reshape(-1, *half.shape[2:])[:length].transpose(0, 1) for half in found)
-        if 0 in used:
-            gone = (held == 0).repeat_interleave(self.block_size)[:length, None]
+        lost = (held == 0) | (torch.arange(1, len(used) + 1, device=held.device) * self.block_size <= left)
+        if bool(lost.any()):
+            gone = lost.repeat_interleave(self.block_size)[:length, None]
             keys, values = (half.masked_fill(gone, float("nan")) for half in (keys, values))
         return keys, values
 

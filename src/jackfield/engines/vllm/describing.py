@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -101,8 +101,8 @@ class Describer:
     def _renorm(self, path: str, x: Tensor) -> Tensor:
         """A norm's own result for one tensor."""
         with torch.inference_mode():
-            made = self.modules[path](x.to(self.engine.runner.device, self.dtype))
-        return (made[0] if isinstance(made, tuple) else made).float()
+            made: Any = self.modules[path](x.to(self.engine.runner.device, self.dtype))
+        return cast("Tensor", made[0] if isinstance(made, tuple) else made).float()
 
     # -- channels
 
@@ -153,6 +153,7 @@ class Describer:
         if block.op is None or block.reason is not None:
             return dict.fromkeys(ATTENTION_VALUES, block.reason or "this layer has no attention")
         facts, op = op_facts(self.modules[block.op]), block.op
+        call: Any = None  # an op here is called once: its sites are without a number
         return {
             **self._prerotary(title, block, facts),
             "attention_queries": OperandChannel(f"{title}.attention_queries", op, "q"),
@@ -160,12 +161,20 @@ class Describer:
             "attention_values": OperandChannel(f"{title}.attention_values", op, "v"),
             "attention_cached_keys": CachedChannel(f"{title}.attention_cached_keys", op, 0),
             "attention_cached_values": CachedChannel(f"{title}.attention_cached_values", op, 1),
-            "attention_scores": ScoresChannel(f"{title}.attention_scores", op, None, pattern=False),
-            "attention_probabilities": ScoresChannel(f"{title}.attention_probabilities", op, None, pattern=True),
-            "attention_head_outputs": HeadOutputsChannel(f"{title}.attention_head_outputs", op, None),
+            "attention_scores": ScoresChannel(f"{title}.attention_scores", op, call, pattern=False),
+            "attention_probabilities": ScoresChannel(f"{title}.attention_probabilities", op, call, pattern=True),
+            "attention_head_outputs": HeadOutputsChannel(f"{title}.attention_head_outputs", op, call),
             **self._premix(title, facts, reading.output_projection),
             **self._unwitnessed(op, facts),
+            **self._unread(op),
         }
+
+    def _unread(self, op: str) -> dict[str, Found]:
+        """Layers that choose their keys: in chunks, beside static sinks, or across from an encoder."""
+        kind = type(self.modules[op]).__name__
+        reason = f"a layer of this kind, {kind}, chooses its keys in a way that is not read"
+        names = ("attention_scores", "attention_probabilities", "attention_cached_keys", "attention_cached_values")
+        return {} if kind == "Attention" else dict.fromkeys(names, reason)
 
     def _unwitnessed(self, op: str, facts: OpFacts) -> dict[str, Found]:
         """What the probe does not bear out, and why."""
@@ -203,7 +212,7 @@ class Describer:
             return NO_HEADS
         unrotated = OperandChannel(name, block.op, which, writable=False)
         places = [Site(path, Port.OUTPUT) for path in block.makers]
-        heads = received.x.unflatten(-1, (count, -1))
+        heads = received.x.reshape(received.x.shape[0], count, -1)
         ahead = itertools.takewhile(lambda seen: seen.site != received.site, self.of.values())
         projection = find_heads([seen for seen in ahead if seen.site in places], heads, self.dtype)
         if projection is None:

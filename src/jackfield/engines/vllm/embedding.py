@@ -10,8 +10,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 def has_scaled_embedding(config: Any) -> bool:
     """Whether transformers' model of this configuration has an embedding module that is more than a table."""
-    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # untyped in transformers
+    known: Any = mapping.get(type(config), None)
     if known is None:
         return False
-    classes = inspect.getmembers(sys.modules[known.__module__], inspect.isclass)
+    classes: list[tuple[str, type]] = inspect.getmembers(sys.modules[known.__module__], inspect.isclass)
     return any(issubclass(kind, nn.Embedding) and "scale" in name.lower() for name, kind in classes)

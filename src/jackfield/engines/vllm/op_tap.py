@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from jackfield.engines.vllm.attention import OpFacts, PagedAttention
+from jackfield.engines.vllm.attention import OpFacts, PagedAttention, left_behind
 from jackfield.engines.vllm.cache import CacheReader
 from jackfield.engines.vllm.taps import NOW
 from jackfield.interleave.site import Port, Site
@@ -67,7 +67,7 @@ class OpTap:
         self._put_back(now, cache)
         self._attend.passed = now.clock
         for name, operand in zip("qkv", (q, k, v), strict=True):
-            if operand is not None:
+            if isinstance(cast("Any", operand), Tensor):  # a layer that attends to another one's keys may get none
                 now.host.keep(Site(self.path, Port.ATTEND, name), operand, None)
         for worker in now.doing_again(self._attend):
             view = self._views[worker] = self._view(now, worker, (q, k, v), cache)
@@ -151,7 +151,7 @@ class OpTap:
         def gather() -> tuple[Tensor, Tensor]:
             assert isinstance(self.reader, CacheReader)
             blocks, length = self._blocks(self.name, now, worker)
-            return self.reader.gather(cache, blocks, length)
+            return self.reader.gather(cache, blocks, length, left_behind(facts, length - k.shape[0]))
 
         def before(site: Site) -> Tensor | None:
             kept = now.kept.get(site)

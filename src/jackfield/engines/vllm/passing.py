@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -60,7 +60,8 @@ class HeadsChannel(StreamChannel):
         self.num_heads = num_heads
 
     def read(self, passing: Rows2, worker: Worker, selection: Selection) -> Tensor:
-        rows = super().read(passing, worker, Selection(tokens=selection.tokens)).unflatten(-1, (self.num_heads, -1))
+        whole = super().read(passing, worker, Selection(tokens=selection.tokens))
+        rows = whole.view(*whole.shape[:-1], self.num_heads, -1)
         return rows if selection.heads is None else rows[:, :, list(selection.heads)]
 
     def write(self, passing: Rows2, worker: Worker, selection: Selection, value: Tensor) -> None:
@@ -87,7 +88,8 @@ class HeadResultsChannel(HeadsChannel):
         for place, head in enumerate(heads, start=1):
             alone[place, :, head] = premix[:, head]
         results = self.projection(alone.flatten(2).flatten(0, 1))
-        made = (results[0] if isinstance(results, tuple) else results).unflatten(0, (1 + len(heads), -1))
+        given = cast("Tensor", results[0] if isinstance(results, tuple) else results)
+        made = given.view(1 + len(heads), -1, given.shape[-1])
         return (made[1:] - made[:1]).transpose(0, 1).clone()[None]  # what nothing gives is the bias
 
 

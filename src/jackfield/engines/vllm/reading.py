@@ -8,6 +8,7 @@ what was added between a block's input and its middle is what the attention adds
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -74,6 +75,9 @@ def _within(path: str, seen: Sequence[Seen]) -> list[Seen]:
     sites = [each.site for each in seen]
     first, last = sites.index(Site(path, Port.INPUT)), sites.index(Site(path, Port.OUTPUT))
     return list(seen[first : last + 1])
+
+
+least_squares = cast("Callable[..., tuple[Tensor, ...]]", torch.linalg.lstsq)  # untyped in torch
 
 
 class _Layer:
@@ -158,7 +162,7 @@ class _Layer:
         others = [each for each in parts if each.site.path in self.block.sublayers]
         for attention, mlp in product(ours, others):
             both = torch.stack([attention.x[self.usual], mlp.x[self.usual]], 1)
-            factors = torch.linalg.lstsq(both, added[:, None]).solution[:, 0]
+            factors = least_squares(both, added[:, None])[0][:, 0]
             if self.near.same(both @ factors, added, self.leaving[self.usual]):
                 first, second = (_rounded(float(factor)) for factor in factors)
                 return {

@@ -6,7 +6,7 @@ each tap's tensor means is not decided here but by numbers, on a probe prompt (`
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -45,7 +45,7 @@ def read_structure(model: nn.Module, ops: Mapping[str, Any]) -> Structure:
     UnsupportedModel where no list of decoder blocks holds an attention op.
     """
     modules = named(model)
-    paths = {id(module): path for path, module in reversed(modules.items())}
+    paths = {id(module): path for path, module in reversed(list(modules.items()))}
     held = {paths[id(op)]: op for op in ops.values() if id(op) in paths}
     lists = [found for path in held if (found := _enclosing_list(path, modules)) is not None]
     if not lists:
@@ -183,9 +183,9 @@ def put_taps(model: nn.Module, structure: Structure) -> Sites:
 
 
 def _both_sides(block: BlockStructure) -> Sequence[str]:
-    within = [path for path in (block.attention, *block.norms, *block.sublayers) if path not in (None, block.path)]
+    within = [path for path in (block.attention, *block.norms, *block.sublayers) if path and path != block.path]
     taken = {*block.projections, *block.routers}
-    return [*(path for path in cast("list[str]", within) if path not in taken), block.path]
+    return [*(path for path in within if path not in taken), block.path]
 
 
 def children(paths: Sequence[str], path: str) -> Iterator[str]:

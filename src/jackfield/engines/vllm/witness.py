@@ -22,7 +22,7 @@ def disagreement(facts: OpFacts, seen: Sequence[Tensor], dtype: torch.dtype) -> 
 
     Each is [token, heads * width], float32.
     """
-    q, k, v, written = (each.unflatten(-1, shape) for each, shape in zip(seen, _shapes(facts), strict=True))
+    q, k, v, written = (each.view(-1, *shape) for each, shape in zip(seen, _shapes(facts), strict=True))
     keys, values = k.transpose(0, 1), v.transpose(0, 1)
     rows = Rows(0, 0, q.shape[0])
     attention = PagedAttention(facts, rows, 0, (q, k, v), lambda: (keys, values), None, lambda site: None)
