@@ -5,7 +5,7 @@ read and edited in any order. torch.compile does not see the wrapper, and need n
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ class OpTap:
     def keep(self, blocks: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         """The first `length` keys and values in these blocks, [token, kv_head, width] each, on the CPU."""
         assert isinstance(self.reader, CacheReader)
-        keys, values = self.reader.gather(self.layer.kv_cache, blocks, length)
+        keys, values = self.reader.gather(self.layer.kv_cache, blocks, length, left_behind(self.facts, length))
         return keys.transpose(0, 1).cpu(), values.transpose(0, 1).cpu()
 
     @property
