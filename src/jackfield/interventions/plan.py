@@ -161,8 +161,8 @@ class _Check:
         self._available(place)
         if isinstance(made, Skip):
             self._available(Place("layer_input", place.layer))
-        if made.edits and place.value.access == "r":
-            raise ValueError(f"{place} can be read only.")
+        if made.edits:
+            self._editable(place)
         if place.value.axes.split()[-2:-1] == ["k"]:
             raise ValueError(f"{place} has no row per token of a step; take {place.name.replace('cached_', '')}.")
         heads = self._heads(made, place)
@@ -182,6 +182,15 @@ class _Check:
         reason = self._support[place.layer].get(place.name)
         if reason is not None:
             raise ValueError(f"{place} is not available: {reason}.")
+
+    def _editable(self, place: Place) -> None:
+        if place.value.access == "r":
+            raise ValueError(f"{place} can be read only.")
+        held = {"attention_keys": "k", "attention_values": "v"}.get(place.name)
+        if held is not None and place.layer is not None:
+            reason = self._target.attention(place.layer).unheld.get(held)
+            if reason is not None:
+                raise ValueError(f"{place} can be read, not edited: {reason}.")
 
     def _heads(self, made: Intervention, place: Place) -> tuple[int, ...]:
         """The axis of heads of what is read there, if there is one."""
