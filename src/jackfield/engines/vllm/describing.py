@@ -67,7 +67,8 @@ class Describer:
         last, first = ({each.site: each for each in seen}[FINAL_NORM].x for seen in (compiled, plain))
         if not Tolerance(5 * self.near.relative, 0.0).same(last, first):
             raise UnsupportedModel(
-                "Compiled with its taps this model computes something else than uncompiled: load it with enforce_eager=True."
+                "Compiled with its taps this model computes something else than uncompiled: load it with "
+                "enforce_eager=True."
             )
 
     def channels(self) -> Mapping[tuple[str, int | None], Channel]:
