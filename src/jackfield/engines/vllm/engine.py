@@ -159,15 +159,13 @@ class VllmEngine(Served):
 
     def _sample(self, request: Request, sampling: Sampling) -> Sample:
         """Traced prompts have a salt of their own: what a block edits enters no cache that another request reads."""
-        from vllm import SamplingParams
-
         name = f"{KEY}-{next(self._names)}"
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
         if request.block is None:
-            return Sample(name, prompt, SamplingParams(**_arguments(sampling)), traced=False)
+            return Sample(name, prompt, _params(**_arguments(sampling)), traced=False)
         text = getattr(request.prompt, "text", None)
         data = pack(Shipment(name, cast("Any", request.block), text, request.prompt_token_ids), self._ends)
-        params = SamplingParams(**_arguments(sampling), extra_args={KEY: [name, data]}, skip_reading_prefix_cache=True)
+        params = _params(**_arguments(sampling), extra_args={KEY: [name, data]}, skip_reading_prefix_cache=True)
         return Sample(name, prompt | {"cache_salt": name}, params, traced=True)
 
     # -- asking the workers
@@ -198,12 +196,10 @@ class VllmEngine(Served):
 
     def _described(self) -> Description:
         """Runs a short prompt, uncompiled and as it comes, of which the workers see what passes where."""
-        from vllm import SamplingParams
-
         engine = self.llm.llm_engine
         ids = [(7 * i + 3) % engine.model_config.get_vocab_size() for i in range(6)]
         for probe in (PLAIN, PROBE):
-            params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, extra_args={KEY: ["", probe]})
+            params = _params(temperature=0.0, max_tokens=1, detokenize=False, extra_args={KEY: ["", probe]})
             engine.add_request(f"{KEY}-{probe.decode()}", {"prompt_token_ids": ids}, params)
             while engine.has_unfinished_requests():
                 engine.step()
@@ -243,6 +239,13 @@ def _arguments(sampling: Sampling) -> dict[str, Any]:
         value = getattr(sampling, name)
         given[name] = None if value is None or value == () else list(value)
     return given
+
+
+def _params(**given: Any) -> Any:
+    """The `vllm.SamplingParams` of these arguments."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+
+    return cast("Any", SamplingParams(**given))
 
 
 def _add(outcome: Outcome, ended: Ended) -> None:

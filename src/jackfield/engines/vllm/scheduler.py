@@ -3,6 +3,10 @@
 And it ends the requests whose block has stopped or failed, by what the worker's output says of them.
 """
 
+# vLLM is not installed where types are checked: what is derived from it has none.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, cast
 
-import cloudpickle
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import torch
 from torch import Tensor
 
@@ -91,20 +91,21 @@ class _Packer(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Part):
-            if obj._server is not self._ends.engine:
+            server, *place = (getattr(obj, name) for name in ("_server", "_path", "_layer", "_call"))
+            if server is not self._ends.engine:
                 raise pickle.PicklingError(f"{obj!r} is a part of another model")
-            return type(obj), (obj._server, obj._path, obj._layer, obj._call)
+            return type(obj), (server, *place)
         if isinstance(obj, Layers):
-            return Layers, (obj._server, len(obj))
+            return Layers, (obj._server, len(obj))  # pyright: ignore[reportPrivateUsage]
         if isinstance(obj, CodeType):  # cloudpickle forgets which file it is of
             return marshal.loads, (marshal.dumps(obj),)
         if isinstance(obj, BaseException):
             return _error, _of_error(obj)
         if type(obj) is Tensor and _is_plain(obj):
             # Copied to the CPU: where it is sent there may be no such device.
-            memory = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            memory: Any = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             return _tensor, (pickle.PickleBuffer(memory), obj.dtype, obj.shape, obj.requires_grad)
-        return super().reducer_override(obj)
+        return cast("Any", super().reducer_override(obj))
 
 
 class _Unpacker(pickle.Unpickler):
@@ -153,17 +154,17 @@ def _lines(trace: TracebackType | None) -> Any:
     """Which lines a traceback passed, as plain data."""
     if trace is None:
         return None
-    from tblib import Traceback  # the extra "vllm" brings it
+    from tblib import Traceback  # pyright: ignore[reportMissingTypeStubs]  # the extra "vllm" brings it
 
-    return Traceback(trace).to_dict()
+    return cast("Any", Traceback(trace).to_dict())
 
 
 def _traceback(lines: Any) -> TracebackType | None:
     if lines is None:
         return None
-    from tblib import Traceback
+    from tblib import Traceback  # pyright: ignore[reportMissingTypeStubs]
 
-    return Traceback.from_dict(lines).as_traceback()
+    return cast("TracebackType | None", Traceback.from_dict(lines).as_traceback())
 
 
 @contextmanager

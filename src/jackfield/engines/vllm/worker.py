@@ -4,6 +4,10 @@ Nothing of vLLM is patched: the runner's own methods are wrapped on the instance
 jackfield started. An engine that was started otherwise has no such worker.
 """
 
+# vLLM is not installed where types are checked: what is derived from it has none.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+
 from typing import TYPE_CHECKING, Any
 
 import torch
