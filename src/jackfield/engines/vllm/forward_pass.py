@@ -129,7 +129,10 @@ class ForwardPass:
 
     def tap(self, site: int, x: Tensor, residual: Tensor | None) -> None:
         """A tensor, or the stream's two halves, passes the tap of this number."""
-        self.meet(self.host.numbered[site], x, residual)
+        slot = self.host.numbered[site]
+        slot.passed = self.clock
+        if slot.workers or self._again or self.host.recorder is not None:  # most taps have nobody, and cost this look
+            self.meet(slot, x, residual)
 
     def meet(self, slot: Slot, x: Tensor, residual: Tensor | None) -> None:
         """Each block that waits at `slot` sees its own rows."""
