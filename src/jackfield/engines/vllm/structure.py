@@ -93,8 +93,17 @@ def _block(path: str, modules: Mapping[str, nn.Module], ops: Mapping[str, Any]) 
         _projections(inside, [path for path in (attention, *rest) if path not in (None, op)], modules),
         tuple(other for other in inside if _is_router(other, modules)),
         tuple(other for other in inside if _makes(modules[other], other, attention)),
-        reason if op is None or is_listened_to(ops[op]) else "its attention is of a kind that is not listened to",
+        reason if op is None else _unheard(ops[op]),
     )
+
+
+def _unheard(op: Any) -> str | None:
+    """Why an attention layer's values are not to be had."""
+    if not is_listened_to(op):
+        return "its attention is of a kind that is not listened to"
+    if getattr(op, "kv_sharing_target_layer_name", None) is not None:  # Gemma 3n and 4
+        return "it attends to the keys of another layer, and is given none of its own"
+    return None
 
 
 def is_listened_to(op: Any) -> bool:

@@ -35,7 +35,8 @@ class WorkerEngine(Served):
         self.runner, self.vllm_config = runner, vllm_config
         self.loaded: nn.Module = runner.get_model()
         self.tree = self.loaded
-        paths = {id(module): path for path, module in named(self.loaded).items()}
+        # By the first of several paths, as `structure` has it: Gemma 3n's layers stand in two lists.
+        paths = {id(module): path for path, module in reversed(list(named(self.loaded).items()))}
         context: Mapping[str, Any] = vllm_config.compilation_config.static_forward_context
         self.ops = {name: layer for name, layer in context.items() if id(layer) in paths and hasattr(layer, "impl")}
         self._stateful = [
