@@ -1,7 +1,10 @@
 """Model: one front for every engine."""
 
 import asyncio
+import contextvars
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
@@ -106,8 +109,13 @@ class Model(RootValues, ValuePart):
         return run(Job(self._engine, self, sampling, chat_template_kwargs, gradients), prompt, lifted)
 
     async def arun(self, prompt: Any, block: Callable[["Model", Any], Any] | None = None, **arguments: Any) -> Any:
-        """`run`, in a thread of its own."""
-        return await asyncio.to_thread(self.run, prompt, block, **arguments)
+        """`run`, in a thread of its own: however many are awaited, none waits for a place among asyncio's threads."""
+        running = functools.partial(contextvars.copy_context().run, self.run, prompt, block, **arguments)
+        thread = ThreadPoolExecutor(1)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, running)
+        finally:
+            thread.shutdown(wait=False)
 
     def generate(
         self,

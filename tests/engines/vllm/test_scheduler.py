@@ -1,5 +1,6 @@
 """Traced requests in vLLM's schedule: whole prompts, full reads of cached ones, and one row per token that is kept."""
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -147,6 +148,24 @@ def test_threads_share_one_batch(model: jf.Model) -> None:
     finally:
         del engine.step
     assert len(taken) < 6 * 20 * 0.7
+
+
+def test_tasks_share_one_batch(model: jf.Model) -> None:
+    """More than asyncio has threads for: all of them meet in the batch."""
+    prompts, meeting, most = [prompt_of(10, seed) for seed in range(60)], engine_of(model)._driver, [0]
+
+    async def watched(prompt: list[int]) -> Any:
+        result = await model.arun(prompt, max_tokens=10, ignore_eos=True)
+        most[0] = max(most[0], len(meeting._waiting))
+        return result
+
+    async def gather() -> Any:
+        return await asyncio.gather(*map(watched, prompts))
+
+    found = asyncio.run(gather())
+    assert [len(result.token_ids) for result in found] == [10] * 60
+    assert most[0] > 40
+    nothing_is_left(model)
 
 
 def test_who_is_ahead_under_asynchronous_scheduling() -> None:
