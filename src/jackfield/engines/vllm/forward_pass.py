@@ -61,10 +61,10 @@ class ForwardPass:
         self._keeping = host.early if any(each.companion.early for each in placed) else frozenset[Site]()
 
     def begin(self) -> None:
-        """The step of every request with new rows begins."""
+        """The step of every request with new rows begins; of one that its block has ended a step may be under way."""
         for each in self.placed:
             last = each.position + each.count - 1
-            if last >= each.companion.seen:
+            if last >= each.companion.seen and each.companion.verdict is None:
                 each.companion.last = None
                 with each.companion.guarded():
                     each.companion.interleaver.begin(each.companion.step_at(last), self.clock)

@@ -126,7 +126,7 @@ def _is_ahead(request: Any) -> bool:
     if not request.num_output_placeholders or not is_traced(request):
         return False
     params = request.sampling_params
-    return bool(params.stop or params.all_stop_token_ids or not params.ignore_eos)
+    return bool(params.stop or params.stop_token_ids or not params.ignore_eos)
 
 
 class _Sync(_Whole): ...
