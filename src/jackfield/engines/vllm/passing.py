@@ -34,7 +34,9 @@ class StreamChannel(Channel):
 
     def read(self, passing: Rows2, worker: Worker, selection: Selection) -> Tensor:
         rows = self._rows(passing)
-        return (rows if selection.tokens is None else rows[list(selection.tokens)]).clone()[None]
+        if selection.tokens is not None:
+            rows = rows[list(selection.tokens)]
+        return (rows.clone() if rows is passing.x else rows)[None]  # all others are new already
 
     def write(self, passing: Rows2, worker: Worker, selection: Selection, value: Tensor) -> None:
         tokens: Any = slice(None) if selection.tokens is None else list(selection.tokens)
@@ -42,7 +44,9 @@ class StreamChannel(Channel):
         changed = (before != after).any(-1, keepdim=True)
         given = after if self.factor == 1.0 else after / self.factor
         passing.x[tokens] = torch.where(changed, given, passing.x[tokens])
-        if self.summed and passing.residual is not None:
+        if self.summed and passing.residual is not None and selection.tokens is None:
+            passing.residual.masked_fill_(changed, 0)
+        elif self.summed and passing.residual is not None:
             passing.residual[tokens] = passing.residual[tokens].masked_fill(changed, 0)
 
     def _rows(self, passing: Rows2) -> Tensor:
