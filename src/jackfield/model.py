@@ -281,8 +281,6 @@ def _engine(name: str, model: Any, dtype: Any, device: Any, family: Any, options
         from jackfield.engines.vllm.engine import VllmEngine
 
         return VllmEngine(model, dtype=dtype, device=device, family=family, **options)
-    if name in ENGINES:
-        raise InvalidRequest(f"The engine {name!r} is not part of this version; write engine='transformers'.")
     raise InvalidRequest(f"There is no engine {name!r}; engines are {', '.join(ENGINES)}.{near(str(name), ENGINES)}")
 
 
