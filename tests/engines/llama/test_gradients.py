@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import jackfield as jf
-from jackfield.engines.llama import layers
-from jackfield.engines.llama.layers import Attention, half_split, interleaved
+from jackfield.engines.llama import attention, rotary
+from jackfield.engines.llama.attention import Attention
+from jackfield.engines.llama.rotary import half_split, interleaved
 from tests import zoo
 from tests.engines.llama.test_engine import native, saved
 
@@ -99,8 +100,8 @@ def a_cache_without_a_graph(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_softmax_without_a_graph(patch: pytest.MonkeyPatch) -> None:
-    right = layers.attention_probabilities
-    patch.setattr(layers, "attention_probabilities", lambda scores: right(scores.detach()) + 0 * scores.nan_to_num())
+    right = attention.attention_probabilities
+    patch.setattr(attention, "attention_probabilities", lambda scores: right(scores.detach()) + 0 * scores.nan_to_num())
 
 
 @pytest.mark.parametrize(
@@ -128,10 +129,10 @@ def test_before_the_rotary_embedding_the_gradient_is_turned_back(model: jf.Model
         return t.gradient(loss_of(m), reads)
 
     *before, queries, keys = model.run(PROMPT, block, gradients=True).returned
-    turns = layers.precompute_freqs_cis(model.head_dim, len(PROMPT), 10000.0).conj()
+    turns = rotary.precompute_freqs_cis(model.head_dim, len(PROMPT), 10000.0).conj()
     for found, after in zip(before, (queries, keys), strict=True):
         paired = interleaved(after.transpose(1, 2))
-        expected = half_split(layers.apply_rotary_emb(paired, paired, turns)[0]).transpose(1, 2)
+        expected = half_split(rotary.apply_rotary_emb(paired, paired, turns)[0]).transpose(1, 2)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
         assert not torch.allclose(found, after)
 
@@ -210,8 +211,8 @@ def test_what_is_kept_is_without_gradients(model: jf.Model) -> None:
 
 def test_a_graph_is_not_kept_after_the_run(model: jf.Model) -> None:
     model.run(PROMPT, lambda m, t: m.logits, gradients=True, max_tokens=2)
-    attention = [module for module in model.layers[0].attention._module.modules() if isinstance(module, Attention)]
-    assert all(not module.graph for module in attention)
+    attentions = [module for module in model.layers[0].attention._module.modules() if isinstance(module, Attention)]
+    assert all(not module.graph for module in attentions)
     assert not torch.is_grad_enabled() or model.layers[0].attention.cache_k.grad_fn is None
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jackfield.engines.llama import layers
+from jackfield.engines.llama import attention
 from jackfield.engines.llama.args import ModelArgs
 from jackfield.engines.llama.engine import ForwardPass
 from jackfield.engines.llama.layers import Transformer
@@ -52,7 +52,7 @@ def test_a_visible_padding_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     def visible(self: Transformer, stream: Tensor, start_pos: int, padding: Tensor | None) -> tuple[Tensor, object]:
         turns, _ = right(self, stream, start_pos, padding)
         rows = stream.shape[1]
-        return turns, layers.causal_mask(rows, start_pos + rows, stream.device)
+        return turns, attention.causal_mask(rows, start_pos + rows, stream.device)
 
     monkeypatch.setattr(Transformer, "_positions", visible)
     assert largest_difference(heated()) > 1e-2

@@ -21,7 +21,7 @@ class CacheSize(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Slower rotary frequencies, for contexts longer than the one first trained on; `layers.scaled` applies them."""
+    """Slower rotary frequencies, for contexts longer than the one first trained on; `rotary` applies them."""
 
     rope_type: Literal["linear", "llama3"]
     factor: float

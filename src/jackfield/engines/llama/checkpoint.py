@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
 from jackfield.engines.llama.args import CacheSize, ModelArgs, args_from_config, args_from_params
-from jackfield.engines.llama.layers import Transformer, interleaved
+from jackfield.engines.llama.layers import Transformer
 from jackfield.engines.llama.parallel import ParallelLinear, num_ranks, share
+from jackfield.engines.llama.rotary import interleaved
 from jackfield.errors import UnknownModel, UnsupportedModel
 
 _TRANSFORMERS = {
