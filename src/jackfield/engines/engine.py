@@ -68,7 +68,7 @@ class Engine(ABC):
     facts: Facts
     tokenizer: Tokenizer | None
     config: Any  # transformers' configuration, whose attributes depend on the family
-    no_gradients: str | None = 'this engine keeps no graph of what is read; engine="llama" does'
+    no_gradients: str | None = 'this engine keeps no graph of what is read; engine="transformers" and "llama" do'
     """Why a trace cannot have gradients; None where it can."""
 
     @abstractmethod

@@ -11,6 +11,7 @@ from torch.nn import functional
 from jackfield.errors import Unavailable
 from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Selection
+from jackfield.values.anatomy import Projection
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -52,6 +53,8 @@ class AttentionCall(ABC):
         self.cache: tuple[Tensor, Tensor] | None = None  # what later steps will attend to
         self.extra: Mapping[str, Any] = {}
         self.prerotary: Mapping[str, Tensor] = {}
+        self.gradients = self.one_step = False  # whether what is read stays in the graph; whether no step follows
+        self.nodes: Mapping[Projection, Tensor] = {}  # with gradients, pre-rotary heads that the model went on from
 
     @property
     def groups(self) -> int:
@@ -73,6 +76,9 @@ class AttentionCall(ABC):
         """
         given: Tensor = getattr(self, which)
         kept = self._kept_beside(given, which, index)
+        if self.gradients and (self.cache is None or kept is not None):
+            given = given.clone()  # perhaps an output of `split`, which may not be written to in the graph
+            setattr(self, which, given)
         given[index, :, columns] = new.to(given.dtype)
         if kept is not None:
             kept.copy_(self._as_kept(given, kept, index))

@@ -84,16 +84,22 @@ class Beside(AttentionCall):
 
     def write_scores(self, rows: Rows, selection: Selection, scores: Tensor) -> None:
         heads, tokens = self._picks(rows, selection)
-        edited = scores[0, :, :, self.window(rows).token :].detach().clone()
+        edited = self._taken(scores, rows)
         edited.masked_fill_(self._raw_scores(rows, heads, tokens) == NEGATIVE_INFINITY, NEGATIVE_INFINITY)
         unseeing = (edited == NEGATIVE_INFINITY).all(-1, keepdim=True)  # of these the softmax is NaN
-        self._add(rows, _Patch(heads, tokens, edited, self._softmax(edited, heads).masked_fill_(unseeing, 0.0)))
+        softmax = self._softmax(edited.masked_fill(unseeing, 0.0), heads)
+        self._add(rows, _Patch(heads, tokens, edited, softmax.masked_fill(unseeing, 0.0)))
 
     def write_pattern(self, rows: Rows, selection: Selection, pattern: Tensor) -> None:
         heads, tokens = self._picks(rows, selection)
-        edited = pattern[0, :, :, self.window(rows).token :].detach().clone()
+        edited = self._taken(pattern, rows)
         edited.masked_fill_(self._raw_scores(rows, heads, tokens) == NEGATIVE_INFINITY, 0.0)
         self._add(rows, _Patch(heads, tokens, None, edited))
+
+    def _taken(self, new: Tensor, rows: Rows) -> Tensor:
+        """A copy of the columns of what a block gave back; in the graph where one is kept."""
+        own = new[0, :, :, self.window(rows).token :]
+        return (own if self.gradients else own.detach()).clone()
 
     @property
     def edited(self) -> bool:
@@ -109,15 +115,21 @@ class Beside(AttentionCall):
 
     def _overwrite(self, outputs: Tensor, rows: Rows, patch: _Patch, written: Tensor) -> None:
         """`written` [head, token] are the rows written over so far: one that is put back as it was is written too."""
-        plain = self._softmax(self._raw_scores(rows, patch.heads, patch.tokens), patch.heads)
         heads, tokens = (torch.tensor(picks, device=outputs.device) for picks in (patch.heads, patch.tokens))
-        changed = (patch.pattern != plain).any(-1) | written[heads[:, None], tokens]
+        changed = self._changed(rows, patch) | written[heads[:, None], tokens]
         written[heads[:, None], tokens] |= changed
         values = self.window(rows).cut(self.v[rows.index])[[head // self.groups for head in patch.heads]]
         mixed = torch.matmul(patch.pattern, values.float()).to(outputs.dtype)
         first = rows.pad if self.step == 0 else 0
         picked_heads, picked_tokens = changed.nonzero(as_tuple=True)
         outputs[rows.index, first + tokens[picked_tokens], heads[picked_heads]] = mixed[changed]
+
+    def _changed(self, rows: Rows, patch: _Patch) -> Tensor:
+        """Which rows [head, token] are computed out of the patch; with gradients all, so that they reach the pattern."""
+        if self.gradients:
+            return torch.ones(patch.pattern.shape[:2], dtype=torch.bool, device=patch.pattern.device)
+        plain = self._softmax(self._raw_scores(rows, patch.heads, patch.tokens), patch.heads)
+        return (patch.pattern != plain).any(-1)
 
     def _add(self, rows: Rows, patch: _Patch) -> None:
         self._patches.setdefault(rows.index, (rows, []))[1].append(patch)
@@ -172,12 +184,17 @@ class Beside(AttentionCall):
 
 def _overlay(target: Tensor, heads: tuple[int, ...], tokens: tuple[int, ...], patch: _Patch, new: Tensor) -> None:
     """Copies of `new`, which stands for the patch's heads and tokens, those that `target` stands for."""
-    for to_head, head in enumerate(heads):
-        if head not in patch.heads:
-            continue
-        for to_token, token in enumerate(tokens):
-            if token in patch.tokens:
-                target[to_head, to_token] = new[patch.heads.index(head), patch.tokens.index(token)]
+    to_head, from_head = _shared(heads, patch.heads)
+    to_token, from_token = _shared(tokens, patch.tokens)
+    target[to_head[:, None], to_token] = new[from_head[:, None], from_token]
+
+
+def _shared(wanted: Sequence[int], patched: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Where the numbers that are in both stand in one and in the other."""
+    places = {number: place for place, number in enumerate(patched)}
+    pairs = [(place, places[number]) for place, number in enumerate(wanted) if number in places]
+    both = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)
+    return both[:, 0], both[:, 1]
 
 
 def _additive_mask(call: Beside, rows: Rows) -> Tensor | None:

@@ -141,7 +141,7 @@ class OperandChannel(Channel):
         return rows.clone(memory_format=torch.contiguous_format)
 
     def write(self, passing: AttentionCall, worker: Worker, selection: Selection, value: Tensor) -> None:
-        refuse_unheld(self)
+        refuse_unheld(self, passing)
         whole = self._rows(passing, worker).clone(memory_format=torch.contiguous_format)
         heads = torch.tensor(selection.heads if selection.heads is not None else range(whole.shape[1]))
         tokens = torch.tensor(selection.tokens if selection.tokens is not None else range(whole.shape[2]))
@@ -174,17 +174,22 @@ class CachedChannel(Channel):
         return window.spread(kept, -2, float("nan")).clone(memory_format=torch.contiguous_format)[None]
 
     def write(self, passing: AttentionCall, worker: Worker, selection: Selection, value: Tensor) -> None:
-        refuse_unheld(self)
+        refuse_unheld(self, passing)
         window, index = passing.window(worker.rows), worker.rows.index
         whole = window.cut(getattr(passing, self.which)[index]).clone()
         whole[slice(None) if selection.heads is None else list(selection.heads)] = value[0, :, window.token :]
         passing.write_cache(self.which, index, slice(window.first, None), whole)
 
 
-def refuse_unheld(channel: OperandChannel | CachedChannel) -> None:
-    """Unavailable for an edit that later steps would not see."""
-    if channel.unheld is not None:
-        raise Unavailable(f"{channel.name} can be read, not edited: {channel.unheld}.")
+def refuse_unheld(channel: OperandChannel | CachedChannel, passing: AttentionCall) -> None:
+    """Unavailable for an edit that later steps would not see, and for a read whose gradients would be without them."""
+    if channel.unheld is None or (passing.gradients and passing.one_step):
+        return
+    if passing.gradients:
+        raise Unavailable(
+            f"{channel.name} has no gradients over several steps, since {channel.unheld}: ask for max_tokens=1."
+        )
+    raise Unavailable(f"{channel.name} can be read, not edited: {channel.unheld}.")
 
 
 class PrerotaryChannel(Channel):
@@ -195,6 +200,9 @@ class PrerotaryChannel(Channel):
         self.site, self.writable, self.projections = Site(path, Port.ATTEND, call), False, projections
 
     def read(self, passing: AttentionCall, worker: Worker, selection: Selection) -> Tensor:
+        node = passing.nodes.get(self.projections[0]) if len(self.projections) == 1 else None
+        if node is not None and worker.batch_size == 1 and selection == WHOLE:
+            return node  # not a copy: the model has gone on from it already
         heads = torch.cat([self._piece(passing, worker, projection) for projection in self.projections], -1)
         if selection.heads is not None:
             heads = heads[:, list(selection.heads)]
@@ -306,7 +314,7 @@ class OpInputsChannel(Channel):
         for operand, new in zip(self.operands, value[0], strict=True):
             old = operand.read(passing, worker, WHOLE)
             heads = new.reshape(new.shape[0], old.shape[1], -1).transpose(0, 1)[None]
-            if not torch.equal(heads, old):
+            if heads.requires_grad or not torch.equal(heads, old):
                 operand.write(passing, worker, WHOLE, heads)
 
     def check(self, wanted: Any, value: Any) -> None:

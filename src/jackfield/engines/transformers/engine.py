@@ -1,6 +1,7 @@
 """transformers in this process: the default engine."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from jackfield.engines.transformers.channels import OpInputsChannel, OpOutputCha
 from jackfield.engines.transformers.decode import Layout, Row, decode
 from jackfield.engines.transformers.dispatch import SWITCHBOARD
 from jackfield.engines.transformers.gates import Gates
+from jackfield.engines.transformers.graph import beginning, graph_kept
 from jackfield.engines.transformers.lens import Lens
 from jackfield.engines.transformers.loading import limits, load
 from jackfield.engines.transformers.run import RAW_NAMES, Run
@@ -39,6 +41,7 @@ QUERY_HEADS = (
     "attention_cached_keys",
     "attention_cached_values",
 )
+NOWHERE_TO_BEGIN = "its graph begins at the token embeddings, and this model names no module that makes them"
 
 
 class TransformersEngine(Engine):
@@ -68,6 +71,7 @@ class TransformersEngine(Engine):
         refuse_unwitnessed(loaded, self.anatomy, self.serving)
         self.facts = _facts(loaded, self.anatomy.layers)
         self._model: PreTrainedModel | None = loaded
+        self.no_gradients = NOWHERE_TO_BEGIN if beginning(self.anatomy) is None else None
         self.gates = Gates(loaded, self.anatomy)
         self._lens = Lens(loaded, self.anatomy)
         self._parts: dict[str, Part] = {}
@@ -91,10 +95,10 @@ class TransformersEngine(Engine):
         admit(prompt_token_ids, sampling, self._limits)
 
     def batches(self, requests: Iterator[Request]) -> Iterator[list[Request]]:
-        """At most max_num_seqs at a time; a block that uses raw places runs alone, since nothing can be cut for it."""
+        """At most max_num_seqs at a time. What uses raw places, or gradients, runs alone: it is cut out of no batch."""
         batch: list[Request] = []
         for request in requests:
-            alone = request.block is not None and bool(request.block.names & RAW_NAMES)
+            alone = request.gradients or (request.block is not None and bool(request.block.names & RAW_NAMES))
             if batch and (alone or len(batch) == self.max_num_seqs):
                 yield batch
                 batch = []
@@ -189,14 +193,16 @@ class _Execution:
         self.engine, self.company = engine, Company(engine, requests)
         samples = self.company.samples
         self.rows = [Row(self.company.token_ids(i), sample.sampling) for i, sample in enumerate(samples)]
+        self.gradients = any(request.gradients for request in requests)
         self.run_: Run | None = None
 
     def run(self) -> list[Outcome]:
         engine = self.engine
-        traced = any(request.block is not None for request in self.company.requests)
+        control = self if any(request.block is not None for request in self.company.requests) else None
         try:
             try:
-                completions = decode(engine.model, engine.tokenizer, self.rows, self if traced else None)
+                with graph_kept(engine.model) if self.gradients else nullcontext():
+                    completions = decode(engine.model, engine.tokenizer, self.rows, control, gradients=self.gradients)
             finally:
                 self._close()  # before results are made of it: it ends what a block left running
             return self.company.outcomes(completions)
@@ -211,7 +217,9 @@ class _Execution:
         workers = self.company.workers_of(layout.rows, layout.pads)
         width = len(self.rows[layout.rows[0]].prompt_token_ids) + layout.pads[0]
         engine = self.engine
-        self.run_ = engine.running = Run(engine.gates, workers, width, self.company.names)
+        names, one_step = self.company.names, all(self.rows[row].sampling.max_tokens == 1 for row in layout.rows)
+        run = Run(engine.gates, workers, width, names, gradients=self.gradients, one_step=one_step)
+        self.run_ = engine.running = run
         self.run_.start()
 
     def finished(self, row: int) -> FinishReason | None:

@@ -105,6 +105,11 @@ class Gate:
         self._interleaver = interleaver  # from here on there is something to put back
         own["forward"] = self._gated
 
+    def change_output(self, change: Callable[[Any], Any]) -> None:
+        """Has what the module gives go through `change` first, while the gate is up."""
+        forward = self._forward
+        self._forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
+
     def close(self) -> None:
         """Takes the gate away: the module is as it was. May be done again, where an interrupt ended it."""
         if self._interleaver is None:
@@ -113,6 +118,7 @@ class Gate:
             self.module.__dict__.pop("forward", None)
         else:
             self.module.__dict__["forward"] = self._replaced
+        self._forward = self.module.forward
         self._home = self.kept = self.around = self.on_enter = self.on_leave = None
         self.before.open = self.after.open = self.keep_output = False
         self._interleaver = None

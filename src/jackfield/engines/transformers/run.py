@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from jackfield.engines.transformers.beside import Masks
 from jackfield.engines.transformers.dispatch import SWITCHBOARD
 from jackfield.engines.transformers.gate import Call, Gate
 from jackfield.engines.transformers.gates import AFTER_THE_OP, Gates, Place
+from jackfield.engines.transformers.graph import beginning, begun, heads_of
 from jackfield.engines.transformers.listening import listen, listen_projection
 from jackfield.engines.transformers.tap import AttentionTap
 from jackfield.interleave.interleaver import Interleaver
@@ -31,8 +33,18 @@ OF_THE_OP = frozenset(value.name for value in declared(AttentionValues)) - AFTER
 class Run:
     """The interleaver of one batch, and what it has put up in the model."""
 
-    def __init__(self, gates: Gates, workers: Sequence[Worker], padded_length: int, names: frozenset[str]) -> None:
-        self.anatomy, self.padded_length = gates.anatomy, padded_length
+    def __init__(
+        self,
+        gates: Gates,
+        workers: Sequence[Worker],
+        padded_length: int,
+        names: frozenset[str],
+        *,
+        gradients: bool = False,
+        one_step: bool = False,
+    ) -> None:
+        self.anatomy, self.padded_length, self.gradients = gates.anatomy, padded_length, gradients
+        self.one_step = one_step
         self.interleaver = Interleaver(workers, self._open, gates.slots)
         self.batch_size = workers[0].batch_size if workers else 1
         self.masks = Masks()
@@ -44,6 +56,7 @@ class Run:
         self._keeping: list[Gate] = []
         self._taps: dict[str, AttentionTap] = {}
         self._connected: dict[nn.Module, AttentionTap] = {}
+        self._nodes: dict[Projection, Tensor] = {}
         self._names = names
 
     @property
@@ -57,6 +70,8 @@ class Run:
         if self.interleaver.alive:
             root = self._gate("")
             root.on_enter, root.on_leave = self._begin, self._end
+            if self.gradients:
+                self._gate(beginning(self.anatomy) or "").change_output(begun)
             self._put_up()
 
     def close(self) -> None:
@@ -75,11 +90,14 @@ class Run:
                 slot.open = False
             self._up.clear()
             self._taps.clear()
+            self._nodes.clear()
             self.masks.clear()
             self.cache = self.input_ids = None
 
     def cache_layer(self, anatomy: AttentionAnatomy) -> tuple[Tensor, Tensor] | None:
-        """What the cache holds of a layer, for later steps."""
+        """What the cache holds of a layer, for later steps; None where none follows."""
+        if self.one_step and self.gradients:  # elsewhere an edit that is not cached is refused, however many follow
+            return None
         layers = getattr(self.cache, "layers", ())
         index = anatomy.cache_layer
         if index is None or index >= len(layers) or getattr(layers[index], "keys", None) is None:
@@ -92,6 +110,11 @@ class Run:
             return {}
         paths = {projection.site.path for projection in projections(anatomy)}
         return {gate.path: gate.kept for gate in self._keeping if gate.path in paths and gate.kept is not None}
+
+    def nodes(self, anatomy: AttentionAnatomy) -> dict[Projection, Tensor]:
+        """With gradients, the pre-rotary heads of this step that the model went on from."""
+        own = set(projections(anatomy))
+        return {projection: heads for projection, heads in self._nodes.items() if projection in own}
 
     def _put_up(self) -> None:
         """Gates and taps where values pass that blocks may read: a read that comes too late is then seen to."""
@@ -132,6 +155,7 @@ class Run:
     def _end(self, call: Call) -> None:
         self.interleaver.end()
         self.masks.clear()
+        self._nodes.clear()
         for gate in self._keeping:
             gate.kept = None
 
@@ -199,6 +223,12 @@ class Run:
             if not gate.keep_output:
                 gate.keep_output = True
                 self._keeping.append(gate)
+            if self.gradients and projection.repeat == 1:
+                gate.change_output(partial(self._through_heads, projection))
+
+    def _through_heads(self, projection: Projection, result: Tensor) -> Tensor:
+        self._nodes[projection], made = heads_of(result, projection)
+        return made
 
     def _gate(self, path: str) -> Gate:
         """The gate of a module, put up with those of the modules around it."""

@@ -14,7 +14,7 @@ from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Slot
-from jackfield.values.anatomy import AttentionAnatomy
+from jackfield.values.anatomy import AttentionAnatomy, Projection
 
 OPERANDS = ("query", "key", "value", "attention_mask")
 PORTS = (Port.ATTEND, Port.SCORES, Port.PATTERN, Port.HEADS)
@@ -29,11 +29,14 @@ class RunState(Protocol):
     interleaver: Interleaver
     masks: Masks
     padded_length: int
+    gradients: bool
+    one_step: bool
 
     @property
     def rows(self) -> list[Rows]: ...
     def cache_layer(self, anatomy: AttentionAnatomy) -> tuple[Tensor, Tensor] | None: ...
     def kept(self, anatomy: AttentionAnatomy) -> dict[str, Tensor]: ...
+    def nodes(self, anatomy: AttentionAnatomy) -> dict[Projection, Tensor]: ...
 
 
 class AttentionTap:
@@ -200,3 +203,5 @@ class AttentionTap:
     def _equip(self, call: AttentionCall) -> None:
         call.cache = self.run.cache_layer(self.anatomy)
         call.prerotary = self.run.kept(self.anatomy)
+        call.gradients, call.one_step = self.run.gradients, self.run.one_step
+        call.nodes = self.run.nodes(self.anatomy) if call.gradients else {}

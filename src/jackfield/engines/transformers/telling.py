@@ -169,8 +169,7 @@ class Teller:
             raise Unavailable(
                 f"The {operand.name} of {self.name} cannot be edited: those it attends to are not those in its cache."
             )
-        with torch.no_grad():  # the cache keeps numbers: gradients flow through this forward's own operands
-            cached.copy_(repeated(edited[:, :, last], cached.shape[1]))
+        cached.copy_(repeated(edited[:, :, last], cached.shape[1]))
         return edited.to(cached.dtype)
 
     def _edited_pattern(self, softmax: Softmax, q: Tensor | None, k: Tensor | None) -> Tensor | None:
