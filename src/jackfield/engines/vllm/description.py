@@ -13,7 +13,7 @@ from jackfield.values.anatomy import AttentionAnatomy, Missing
 
 @dataclass(frozen=True, slots=True)
 class LayerDescription:
-    """One block: the paths of it and its sublayers, its attention's plain facts, and a reason for each value it lacks."""
+    """One block: its paths, its attention's plain facts, and a reason for each value that it lacks."""
 
     path: str
     attention_path: str | None

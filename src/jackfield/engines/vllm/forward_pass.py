@@ -84,7 +84,7 @@ class ForwardPass:
 
         To be asked when a graph has been replayed: sites at which it was not cut have gone by in silence.
         """
-        return any([self._misses(each) for each in self.placed])
+        return bool([each for each in self.placed if self._misses(each)])  # all are asked: some are told
 
     def _misses(self, placed: Placed) -> bool:
         companion, worker = placed.companion, placed.companion.worker

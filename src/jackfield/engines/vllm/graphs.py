@@ -4,8 +4,8 @@ A set of graphs is kept per armed set, the sites that the requests of a step wan
 own. What a tap does is decided while a graph is captured: at an armed site the capture ends, and begins again behind a
 callback. A replay is a list of graphs and callbacks, and a callback is what the tap does in any other pass.
 
-Which sites a block will want is what it has wanted so far. Where it wants another, the pass is run again without graphs,
-with the same edits, and the site is armed from then on: right first, fast from the second time.
+Which sites a block will want is what it has wanted so far. Where it wants another, the pass is run again without
+graphs, with the same edits, and the site is armed from then on: right first, fast from the second time.
 """
 
 from collections import OrderedDict

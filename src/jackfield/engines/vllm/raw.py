@@ -1,7 +1,7 @@
 """Raw places: any submodule's arguments and results, by vLLM's own module names, in one step that runs uncompiled.
 
-Gates stand at every module while such a step runs, and are gone after it. A request's part of a tensor is its rows; what
-has no rows, a rotary table or a flag, is everybody's, and can be read only.
+Gates stand at every module while such a step runs, and are gone after it. A request's part of a tensor is its rows;
+what has no rows, a rotary table or a flag, is everybody's, and can be read only.
 """
 
 import inspect

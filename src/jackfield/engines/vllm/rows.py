@@ -39,8 +39,9 @@ class Runner(ABC):
         while self._undone:
             self._undone.pop()()
 
+    @abstractmethod
     def settle_graphs(self, watch: Watch) -> None:
-        """To be called before graphs are captured. `watch` runs a replay as a watched pass; without graphs, nothing."""
+        """To be called before graphs are captured. `watch` runs a replay as a watched pass."""
 
     @abstractmethod
     def rows(self) -> Sequence[Row]:
@@ -99,6 +100,9 @@ class FirstRunner(Runner):
             return dispatch(*args, **(kwargs | {"valid_modes": {CUDAGraphMode.NONE}} if self.traced else kwargs))
 
         runner.cudagraph_dispatcher.dispatch = dispatched
+
+    def settle_graphs(self, watch: Watch) -> None:
+        """Nothing: a traced pass of this runner has no graph."""
 
     def rows(self) -> Sequence[Row]:
         batch = self._runner.input_batch

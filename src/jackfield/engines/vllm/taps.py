@@ -1,8 +1,9 @@
 """Taps: one opaque in-place op at a module's input or output, and what it does while a forward pass is watched.
 
-torch.compile carries the op as it is, on whole tensors: two taps on views of one tensor, as queries and keys are of
-what their projection gives, come out of it wrong (torch 2.11 and 2.13), so taps stand at the projection itself. Outside a watched pass it does nothing: in vLLM's own warm-up, in passes without
-a traced request, and in what a block runs of the model by itself.
+torch.compile carries the op as it is, on whole tensors. Two taps on views of one tensor come out of it wrong (torch
+2.11 and 2.13), and queries and keys are views of what their projection gives: taps stand at the projection itself.
+Outside a watched pass the op does nothing: in vLLM's own warm-up, in passes without a traced request, and in what a
+block runs of the model by itself.
 """
 
 from collections.abc import Iterator, Mapping

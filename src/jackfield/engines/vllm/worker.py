@@ -8,12 +8,14 @@ jackfield started. An engine that was started otherwise has no such worker.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
+from jackfield.engines.engine import Engine
 from jackfield.engines.vllm.answers import PROOF, Lender, unsendable
 from jackfield.engines.vllm.companion import Fate
 from jackfield.engines.vllm.interrupts import follow_client
@@ -28,13 +30,18 @@ else:
 
 
 class Worker(_Base):
-    """The worker of this platform, and what a client asks it by `collective_rpc`; answers are pickled."""
+    """The worker of this platform, and what a client asks it by `collective_rpc`; answers are pickled.
+
+    `front` makes what blocks get as their `model` out of an engine.
+    """
+
+    front: Callable[[Engine], Any]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         follow_client()
         super().load_model(*args, **kwargs)
         self._lender = Lender()
-        self.jackfield = WorkerEngine(self.model_runner, self.vllm_config)
+        self.jackfield = WorkerEngine(self.model_runner, self.vllm_config, self.front)
 
     def compile_or_warm_up_model(self) -> Any:
         self.jackfield.settle_graphs()

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from jackfield.engines.engine import Outcome, Request
+from jackfield.engines.engine import Engine, Outcome, Request
 from jackfield.engines.vllm.attention import op_facts
 from jackfield.engines.vllm.cache import probe
 from jackfield.engines.vllm.describing import Describer
@@ -25,13 +25,12 @@ from jackfield.engines.vllm.untraceable import untraceable
 from jackfield.errors import TracingError, Unavailable
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Channel, Worker
-from jackfield.model import Model
 
 
 class WorkerEngine(Served):
     """Made when the model is loaded, before it first runs: taps are put then, and compiled along."""
 
-    def __init__(self, runner: Any, vllm_config: Any) -> None:
+    def __init__(self, runner: Any, vllm_config: Any, front: Callable[[Engine], Any]) -> None:
         self.runner, self.vllm_config = runner, vllm_config
         self.loaded: nn.Module = runner.get_model()
         self.tree = self.loaded
@@ -60,7 +59,7 @@ class WorkerEngine(Served):
         for tap in self._op_taps:
             tap.put_up()
         self._wrap_runner()
-        self.host.server, self.host.model = self, Model.over(self)
+        self.host.server, self.host.model = self, front(self)
 
     def read_caches(self) -> None:
         """Finds how each layer's paged cache is read; to be called when there are caches."""
