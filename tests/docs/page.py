@@ -11,6 +11,7 @@ Three kinds of fences are read:
 
 import contextlib
 import io
+import itertools
 import linecache
 import os
 import re
@@ -49,7 +50,7 @@ def examples(text: str) -> list[Example]:
     """The examples of a page that are run, in order."""
     fences = list(_FENCE.finditer(text))
     found: list[Example] = []
-    for fence, follower in zip(fences, [*fences[1:], None], strict=True):
+    for fence, follower in itertools.zip_longest(fences, fences[1:]):
         if fence["info"] == "python":
             found.append(_python(text, fence, follower))
         elif fence["info"] == "console":

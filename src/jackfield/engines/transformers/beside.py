@@ -125,7 +125,7 @@ class Beside(AttentionCall):
         outputs[rows.index, first + tokens[picked_tokens], heads[picked_heads]] = mixed[changed]
 
     def _changed(self, rows: Rows, patch: _Patch) -> Tensor:
-        """Which rows [head, token] are computed out of the patch; with gradients all, so that they reach the pattern."""
+        """Which rows [head, token] are computed out of the patch: with gradients all, so that they reach it."""
         if self.gradients:
             return torch.ones(patch.pattern.shape[:2], dtype=torch.bool, device=patch.pattern.device)
         plain = self._softmax(self._raw_scores(rows, patch.heads, patch.tokens), patch.heads)
