@@ -35,7 +35,7 @@ def copy_outside(values: Mapping[Outside, Any], device: torch.device | str | Non
     Tensors are detached copies on `device` (None: where they are), in their own dtype; leaves that ask for gradients
     go on asking. Raises TracingError, with its name, for a value that cannot be copied.
     """
-    if all(_stays(type(value)) for value in values.values()):
+    if all(_stays(cast("type[Any]", type(value))) for value in values.values()):
         return dict(values)
     try:
         return _copied(dict(values), device)

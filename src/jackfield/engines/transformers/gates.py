@@ -5,9 +5,10 @@ stands at a module stands inside of all that hold it, and may go on to wait for 
 its module runs would not see.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -77,7 +78,7 @@ class Gates:
     @property
     def _shares_modules(self) -> bool:
         def count(*, once: bool) -> int:
-            return len(list(self.model.named_modules(remove_duplicate=once)))
+            return len(list(cast("Iterable[object]", self.model.named_modules(remove_duplicate=once))))
 
         return count(once=True) != count(once=False)
 

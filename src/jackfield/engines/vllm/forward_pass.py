@@ -55,7 +55,7 @@ class ForwardPass:
         self.host, self.clock, self.placed = host, clock, placed
         self.total = total  # rows of the batch, padding included
         self.of: Mapping[Worker, Placed] = {each.companion.worker: each for each in placed}
-        self._fresh = {each.companion.worker: each.fresh for each in placed}
+        self._fresh: Mapping[Worker, slice] = {each.companion.worker: each.fresh for each in placed}
         self._again = False
         self.kept: dict[Site, Tensor] = {}  # queries and keys before the rotary embedding, for blocks that name them
         self._keeping = host.early if any(each.companion.early for each in placed) else frozenset[Site]()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from jackfield.engines.vllm.foreign import foreign
 from jackfield.engines.vllm.taps import NOW
 from jackfield.interleave.site import Port, Site
 
@@ -117,9 +118,7 @@ def _weak(tensor: Tensor | None) -> Any:
     """The same memory, not kept: a graph's pool would never be free again."""
     if tensor is None:
         return None
-    from vllm.utils.torch_utils import weak_ref_tensor
-
-    return weak_ref_tensor(tensor)
+    return foreign("vllm.utils.torch_utils", "weak_ref_tensor")(tensor)
 
 
 @dataclass(slots=True)

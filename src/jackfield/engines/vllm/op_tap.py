@@ -19,7 +19,7 @@ from jackfield.interleave.worker import Slot, Worker
 if TYPE_CHECKING:
     from jackfield.engines.vllm.forward_pass import ForwardPass
 
-Blocks = Callable[[str, "ForwardPass", Worker], tuple[list[int], int]]
+Blocks = Callable[[str, "ForwardPass", Worker], tuple[Sequence[int], int]]
 """A layer's name, a pass and a request to the request's blocks in that layer's cache, and how many tokens they hold."""
 
 

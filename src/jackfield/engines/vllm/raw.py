@@ -5,7 +5,7 @@ what has no rows, a rotary table or a flag, is everybody's, and can be read only
 """
 
 import inspect
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -128,13 +128,20 @@ def _cut(value: Any, passing: RawPassing) -> Any:
 def _pairs(old: Any, new: Any, name: str) -> Iterator[tuple[Any, Any]]:
     """The leaves of two nests of one form, side by side; EditMismatch where they differ in it."""
     if isinstance(old, tuple | list | dict):
-        if type(new) is not type(old) or len(new) != len(old) or (isinstance(old, dict) and new.keys() != old.keys()):
+        keys, others = _keys(old), _keys(new)
+        if type(cast("Any", new)) is not type(cast("Any", old)) or others != keys:
             raise EditMismatch(f"{name} was assigned something of another form than what passes there.")
-        keys = cast("Any", old).keys() if isinstance(old, dict) else range(len(cast("Any", old)))
         for key in keys:
             yield from _pairs(cast("Any", old)[key], new[key], name)
     else:
         yield old, new
+
+
+def _keys(nest: Any) -> list[Any]:
+    """What the items of a tuple, a list or a dict are found by; of anything else, nothing."""
+    if isinstance(nest, dict):
+        return list(cast("dict[Any, Any]", nest))
+    return list(range(len(cast("Sequence[Any]", nest)))) if isinstance(nest, tuple | list) else []
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -6,10 +6,12 @@ All that depends on a runner is here. Everything else asks for rows by absolute 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from importlib import import_module
+from typing import Any, Final, cast
 
 from torch import Tensor
 
+from jackfield.engines.vllm.foreign import foreign
 from jackfield.engines.vllm.graphs import Graphs, Stats
 from jackfield.interleave.site import Site
 
@@ -88,16 +90,15 @@ class FirstRunner(Runner):
     """The V1 runner: `v1.worker.gpu_model_runner`, and the CPU's, which is made of it."""
 
     def __init__(self, runner: Any) -> None:
-        from vllm.v1.worker import gpu_model_runner
+        gpu_model_runner = import_module("vllm.v1.worker.gpu_model_runner")
 
         super().__init__(runner)
         self._context_of(gpu_model_runner)
         dispatch = runner.cudagraph_dispatcher.dispatch
 
         def dispatched(*args: Any, **kwargs: Any) -> Any:
-            from vllm.config import CUDAGraphMode
-
-            return dispatch(*args, **(kwargs | {"valid_modes": {CUDAGraphMode.NONE}} if self.traced else kwargs))
+            none = foreign("vllm.config", "CUDAGraphMode").NONE
+            return dispatch(*args, **(kwargs | {"valid_modes": {none}} if self.traced else kwargs))
 
         runner.cudagraph_dispatcher.dispatch = dispatched
 
@@ -127,16 +128,14 @@ class FirstRunner(Runner):
         return self._runner.input_ids.gpu
 
     def slot_mapping(self, layer: str) -> Tensor:
-        from vllm.forward_context import get_forward_context
-
-        return get_forward_context().slot_mapping[layer]
+        return foreign("vllm.forward_context", "get_forward_context")().slot_mapping[layer]
 
 
 class SecondRunner(Runner):
     """The V2 runner: `v1.worker.gpu.model_runner`, the default on GPUs, and the CPU's made of it."""
 
     def __init__(self, runner: Any, sites: Mapping[int, Site]) -> None:
-        from vllm.v1.worker.gpu import model_runner
+        model_runner = import_module("vllm.v1.worker.gpu.model_runner")
 
         super().__init__(runner)
         self._sites = sites
@@ -147,7 +146,7 @@ class SecondRunner(Runner):
         self._slot_mappings: Sequence[Tensor] = ()
         self._context_of(model_runner)
         prepare_inputs, prepare_attention = runner.prepare_inputs, runner.prepare_attn
-        dispatch = model_runner.dispatch_cg_and_sync_dp
+        dispatch: Callable[..., Any] = model_runner.dispatch_cg_and_sync_dp
 
         def prepared_inputs(*args: Any, **kwargs: Any) -> Any:
             self._batch = prepare_inputs(*args, **kwargs)
@@ -199,13 +198,11 @@ class SecondRunner(Runner):
 
     def _armed(self, chosen: Any) -> Any:
         """The choice, its graph captured with the armed sites; None where a graph that was chosen has no taps."""
-        from vllm.config import CUDAGraphMode
-
-        descriptor = chosen[0]
-        if not self.traced or descriptor.cg_mode == CUDAGraphMode.NONE:
+        modes, descriptor = foreign("vllm.config", "CUDAGraphMode"), chosen[0]
+        if not self.traced or descriptor.cg_mode == modes.NONE:
             self.stats.count(traced=self.traced)
             return chosen
-        if descriptor.cg_mode != CUDAGraphMode.FULL:
+        if descriptor.cg_mode != modes.FULL:
             return None  # the pieces of a piecewise graph are captured without their taps
         assert self._graphs is not None
         if self.armed:
@@ -215,20 +212,17 @@ class SecondRunner(Runner):
 
     def _again(self) -> Any:
         """The pass that was prepared, without graphs: its inputs are still in the runner's buffers."""
-        from vllm.config import CUDAGraphMode
-        from vllm.forward_context import set_forward_context
-        from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-
         runner, batch = self._runner, self._batch
         self.stats.again += 1
         given = {"input_ids": batch.input_ids, "positions": batch.positions, "inputs_embeds": None}
         given |= {"intermediate_tensors": None, **runner.model_state.prepare_inputs(batch, runner.req_states)}
-        with set_forward_context(
+        by_layer = foreign("vllm.v1.worker.gpu.attn_utils", "build_slot_mappings_by_layer")
+        with foreign("vllm.forward_context", "set_forward_context")(
             self._metadata,
             runner.vllm_config,
             num_tokens=batch.num_tokens_after_padding,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=build_slot_mappings_by_layer(self._slot_mappings, runner.kv_cache_config),
+            cudagraph_runtime_mode=foreign("vllm.config", "CUDAGraphMode").NONE,
+            slot_mapping=by_layer(self._slot_mappings, runner.kv_cache_config),
         ):
             return runner.model(**given)
 
@@ -241,7 +235,7 @@ class SecondRunner(Runner):
         ]
 
     def blocks(self, layer: str, index: int) -> Sequence[int]:
-        return self._tables[self._group(layer)][index].tolist()
+        return cast("list[int]", self._tables[self._group(layer)][index].tolist())
 
     def blocks_of(self, layer: str, request_id: str) -> Sequence[int]:
         index = self._runner.req_states.req_id_to_index[request_id]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from jackfield.engines.vllm.foreign import foreign
 from jackfield.errors import InvalidRequest, MissingExtra, UnknownModel, UnsupportedModel, UnsupportedVersion
 
 OLDEST, NEWEST = (0, 25), (0, 33)
@@ -27,11 +28,9 @@ def start(model: Any, *, dtype: Any, device: Any, family: Any, options: Mapping[
     for name in OURS:
         if name in options:
             raise InvalidRequest(f"{name} is set by jackfield.")
-    from vllm import LLM
-
     given = {**options, "additional_config": {**options.get("additional_config", {}), "jackfield": _salt()}}
     try:
-        return LLM(
+        return foreign("vllm", "LLM")(
             str(model),
             dtype="auto" if dtype is None else str(dtype).removeprefix("torch."),
             worker_cls="jackfield.vllm_worker.Worker",

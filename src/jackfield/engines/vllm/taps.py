@@ -61,8 +61,8 @@ def _wrap(module: nn.Module, before: int | None, after: int | None) -> None:
             _call(_pair((*args, *kwargs.values())), before)
         result = forward(*args, **kwargs)
         if after is not None:
-            _call(_pair(result if isinstance(result, tuple) else (result,)), after)
-        return result
+            _call(_pair(cast("tuple[Any, ...]", result) if isinstance(result, tuple) else (result,)), after)
+        return cast("Any", result)
 
     module.forward = tapped
 

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from torch import Tensor, nn
-from vllm.tokenizers import cached_tokenizer_from_config
 
 from jackfield.engines.engine import Engine, Outcome, Request
 from jackfield.engines.vllm.attention import op_facts
 from jackfield.engines.vllm.cache import probe
 from jackfield.engines.vllm.describing import Describer
 from jackfield.engines.vllm.description import Description
+from jackfield.engines.vllm.foreign import foreign
 from jackfield.engines.vllm.forward_pass import ForwardPass
 from jackfield.engines.vllm.host import Host
 from jackfield.engines.vllm.op_tap import OpTap
@@ -47,7 +47,7 @@ class WorkerEngine(Served):
         self.structure = read_structure(self.loaded, self.ops)
         self.host = Host(put_taps(self.loaded, self.structure).all)
         self.rows = runner_of(runner, {number: slot.site for number, slot in enumerate(self.host.numbered)})
-        self.compute_logits = self.loaded.compute_logits
+        self.compute_logits: Callable[..., Any] = cast("Any", self.loaded).compute_logits
         self._real = False  # whether the pass that goes on is one of the scheduler's, and not a warm-up or a capture
         self._gates = Gates(self.loaded, self.host)
         self._raw: dict[tuple[str, str], RawChannel] = {}
@@ -149,10 +149,10 @@ class WorkerEngine(Served):
             self.host.logits(logits)
             return logits
 
-        self.loaded.forward = watched
-        self.loaded.compute_logits = with_logits
+        loaded: Any = self.loaded  # torch types a module's attributes as tensors and modules
+        loaded.forward, loaded.compute_logits = watched, with_logits
 
-    def _blocks(self, layer: str, now: ForwardPass, worker: Worker) -> tuple[list[int], int]:
+    def _blocks(self, layer: str, now: ForwardPass, worker: Worker) -> tuple[Sequence[int], int]:
         placed = now.of[worker]
         return self.rows.blocks(layer, placed.index), placed.position + placed.count
 
@@ -174,7 +174,11 @@ class WorkerEngine(Served):
         self.channels, self.host.early = describer.channels(), describer.early()
         settings = self.runner.model_config
         self.facts, self.config = self.description.facts, settings.hf_config
-        self.tokenizer = None if settings.skip_tokenizer_init else cached_tokenizer_from_config(settings)
+        self.tokenizer = (
+            None
+            if settings.skip_tokenizer_init
+            else foreign("vllm.tokenizers", "cached_tokenizer_from_config")(settings)
+        )
         return self.description
 
     def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
