@@ -129,7 +129,7 @@ def _pairs(old: Any, new: Any, name: str) -> Iterator[tuple[Any, Any]]:
     """The leaves of two nests of one form, side by side; EditMismatch where they differ in it."""
     if isinstance(old, tuple | list | dict):
         keys, others = _keys(old), _keys(new)
-        if type(cast("Any", new)) is not type(cast("Any", old)) or others != keys:
+        if type(new) is not type(cast("Any", old)) or others != keys:
             raise EditMismatch(f"{name} was assigned something of another form than what passes there.")
         for key in keys:
             yield from _pairs(cast("Any", old)[key], new[key], name)

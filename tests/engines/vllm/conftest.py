@@ -1,0 +1,13 @@
+"""Warnings are errors in tests, but not those of vLLM and of what it imports, which come at any time, on its thread."""
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
