@@ -131,8 +131,8 @@ class ForwardPass:
         """A tensor, or the stream's two halves, passes the tap of this number."""
         slot = self.host.numbered[site]
         slot.passed = self.clock
-        if slot.workers or self._again or self.host.recorder is not None:  # most taps have nobody, and cost this look
-            self.meet(slot, x, residual)
+        if slot.workers or self._keeping or self._again or self.host.recorder is not None:
+            self.meet(slot, x, residual)  # most taps have nobody, and cost that look
 
     def meet(self, slot: Slot, x: Tensor, residual: Tensor | None) -> None:
         """Each block that waits at `slot` sees its own rows."""
