@@ -243,9 +243,12 @@ def serve() -> None:
         ranks.follow(recipe(ranks.device))
 
 
-def refuse_others() -> None:
-    """InvalidRequest where torch.distributed is in use in this process: a model's parts would be joined with those."""
-    if dist.is_available() and dist.is_initialized():
+def refuse_others(size: int) -> None:
+    """InvalidRequest where torch.distributed has ranks in this process: a model's parts would be joined with those.
+
+    A group of one, as vLLM makes it, joins nothing; it is in the way of `size` ranks of our own alone.
+    """
+    if dist.is_available() and dist.is_initialized() and (size > 1 or dist.get_world_size() > 1):
         raise InvalidRequest(
             "torch.distributed has a group in this process already: close the model that has several ranks first, or "
             "let `torchrun -m jackfield` start the ranks."

@@ -174,14 +174,14 @@ def test_who_is_ahead_under_asynchronous_scheduling() -> None:
     from jackfield.engines.vllm.scheduler import KEY, _is_ahead
 
     def request(placeholders: int, *, traced: bool = True, **params: Any) -> Any:
-        usual = {"stop": [], "all_stop_token_ids": set(), "ignore_eos": True, "extra_args": {KEY: ["a", b""]}}
+        usual = {"stop": [], "stop_token_ids": [], "ignore_eos": True, "extra_args": {KEY: ["a", b""]}}
         given = usual | params | ({} if traced else {"extra_args": None})
         return SimpleNamespace(num_output_placeholders=placeholders, sampling_params=SimpleNamespace(**given))
 
     assert not _is_ahead(request(1))
     assert _is_ahead(request(1, ignore_eos=False))
     assert _is_ahead(request(1, stop=["."]))
-    assert _is_ahead(request(1, all_stop_token_ids={7}))
+    assert _is_ahead(request(1, stop_token_ids=[7]))
     assert not _is_ahead(request(0, stop=["."]))
     assert not _is_ahead(request(1, traced=False, stop=["."]))
 

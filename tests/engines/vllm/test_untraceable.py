@@ -15,6 +15,7 @@ def config(speculative: Any = None, cache_dtype: str = "auto", **parallel: Any) 
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "pipeline_parallel_size": 1,
+        "tensor_parallel_size": 1,
     }
     return SimpleNamespace(
         speculative_config=speculative,
@@ -36,6 +37,7 @@ def test_the_usual_settings_are_no_obstacle(dtype: str) -> None:
         (config(decode_context_parallel_size=2), "decode_context_parallel_size=2"),
         (config(prefill_context_parallel_size=4), "prefill_context_parallel_size=4"),
         (config(pipeline_parallel_size=2), "pipeline_parallel_size=2"),
+        (config(tensor_parallel_size=2), "tensor_parallel_size=2"),
         (config(cache_dtype="fp8"), "kv_cache_dtype='fp8'"),
         (config(cache_dtype="fp8_ds_mla"), "kv_cache_dtype='fp8_ds_mla'"),
     ],

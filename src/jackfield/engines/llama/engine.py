@@ -171,7 +171,7 @@ def _ranks(asked: Any, device: torch.device, recipe: Callable[[torch.device], Tr
     if isinstance(asked, Ranks):
         return asked
     size = counted("tensor_parallel_size", asked)
-    refuse_others()
+    refuse_others(size)
     return None if size == 1 else Ranks.started(size, device, recipe)
 
 
