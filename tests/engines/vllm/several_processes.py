@@ -114,6 +114,7 @@ def interrupted(model: jf.Model) -> list[str]:
         model.run(PROMPTS, interrupts, max_tokens=3)
     except KeyboardInterrupt:
         heard.append("block")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     threading.Timer(1.0, os.killpg, (os.getpgid(0), signal.SIGINT)).start()
     try:
         model.run(PROMPTS, slow, max_tokens=200, ignore_eos=True)

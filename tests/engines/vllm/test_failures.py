@@ -131,11 +131,15 @@ def slow(m: jf.Model, t: Any) -> None:
 
 
 def test_ctrl_c_in_the_client(model: jf.Model) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        model.run(PROMPTS, slow, max_tokens=200, ignore_eos=True)
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.run(PROMPTS, slow, max_tokens=200, ignore_eos=True)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
     nothing_is_left(model)
     assert len(model.run(PROMPTS[0], max_tokens=3, ignore_eos=True).token_ids) == 3
 
