@@ -184,12 +184,3 @@ def test_who_is_ahead_under_asynchronous_scheduling() -> None:
     assert _is_ahead(request(1, stop_token_ids=[7]))
     assert not _is_ahead(request(0, stop=["."]))
     assert not _is_ahead(request(1, traced=False, stop=["."]))
-
-
-def test_speculation_is_refused_for_blocks_alone() -> None:
-    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    prompt = prompt_of(20, 1)
-    with tiny.llama(num_gpu_blocks_override=40, speculative_config=speculative) as model:
-        with pytest.raises(jf.InvalidRequest, match=r"No block can run .*: speculative_config"):
-            model.run(prompt, steps)
-        assert len(model.run(prompt, max_tokens=5, ignore_eos=True).token_ids) == 5
