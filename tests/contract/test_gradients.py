@@ -33,3 +33,30 @@ def test_a_gradient_is_the_slope_of_the_loss(model: jf.Model, prompt: list[int])
         return float(model.run(prompt, block).returned)
 
     assert (moved(1e-2) - moved(-1e-2)) / 2e-2 == pytest.approx(float(found.norm()), rel=1e-2)
+
+
+@pytest.fixture
+def differentiable(model: jf.Model) -> jf.Model:
+    reason = model._engine.no_gradients
+    if reason is not None:
+        pytest.skip(f"this engine has no gradients: {reason}")
+    return model
+
+
+def test_reading_with_gradients_changes_no_token(differentiable: jf.Model, prompt: list[int]) -> None:
+    def block(m: jf.Model, t: Any) -> Any:
+        for _ in t.iter[:]:
+            _ = m.layers[0].attention_keys, m.layers[1].attention_scores, m.layers[1].layer_output
+
+    options = {"max_tokens": 5, "ignore_eos": True}
+    found = differentiable.run(prompt, block, gradients=True, **options)
+    assert found.token_ids == differentiable.run(prompt, **options).token_ids
+
+
+def test_several_prompts_have_graphs_of_their_own(differentiable: jf.Model, prompts: list[list[int]]) -> None:
+    def block(m: jf.Model, t: Any) -> Any:
+        stream = m.layers[0].layer_output
+        return t.gradient(loss_of(m), stream)
+
+    for prompt, result in zip(prompts, differentiable.run(prompts, block, gradients=True), strict=True):
+        torch.testing.assert_close(result.returned, differentiable.run(prompt, block, gradients=True).returned)

@@ -113,10 +113,6 @@ class Engine(ABC):
         """What is known as soon as a step has begun."""
 
     @abstractmethod
-    def heads(self, name: str, layer: int) -> int:
-        """The length of a value's head axis."""
-
-    @abstractmethod
     def attention(self, layer: int) -> AttentionAnatomy:
         """The attention of a layer; Unavailable where it has none."""
 

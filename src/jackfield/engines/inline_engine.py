@@ -23,8 +23,8 @@ from jackfield.interleave.worker import Channel, Worker
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Missing
 from jackfield.values.layer import Layer, values
 from jackfield.values.part import Part
+from jackfield.values.tree import RAW_NAMES
 
-RAW_NAMES: Final = frozenset({"input", "inputs", "output"})
 NO_ROUTER: Final = "this layer has no router"
 VALUES: Final = {value.name: value for value in values()}
 
@@ -137,9 +137,6 @@ class InlineEngine(Engine):
     def step_value(self, name: str, worker: Worker) -> Tensor:
         assert self._run is not None
         return self._run.input_ids[worker.rows.index :][:1, -worker.rows.num_tokens(worker.step) :].clone()
-
-    def heads(self, name: str, layer: int) -> int:
-        return self.facts.num_kv_heads if VALUES[name].axes.split()[1] == "Hkv" else self.facts.num_heads
 
     def attention(self, layer: int) -> AttentionAnatomy:
         attention = self.anatomy.layers[layer].attention

@@ -30,6 +30,7 @@ from jackfield.interventions.places import Place
 from jackfield.interventions.positions import Positions, check_reached, select
 from jackfield.interventions.shared import tensor_of
 from jackfield.values.anatomy import AttentionAnatomy
+from jackfield.values.value import num_heads
 
 
 class Sizes(Protocol):
@@ -53,7 +54,6 @@ class Target(Protocol):
     @property
     def facts(self) -> Sizes: ...
     def support(self, layer: int | None) -> Mapping[str, str | None]: ...
-    def heads(self, name: str, layer: int) -> int: ...
     def attention(self, layer: int) -> AttentionAnatomy: ...
 
 
@@ -199,7 +199,7 @@ class _Check:
             if picked is not None:
                 raise ValueError(f"{place} has no heads: its axes are [{place.value.axes}].")
             return ()
-        count = self._target.heads(place.name, place.layer)
+        count = num_heads(place.value, self._target.attention(place.layer))
         for head in picked or ():
             if head >= count:
                 raise ValueError(f"there is no head {head} at {place}: heads are 0 to {count - 1}.")

@@ -11,7 +11,7 @@ from jackfield.interleave.reference import Reference
 from jackfield.interleave.worker import Channel, Selection, Worker
 from jackfield.values.anatomy import AttentionAnatomy
 from jackfield.values.synonyms import suggestion
-from jackfield.values.value import Value
+from jackfield.values.value import Value, num_heads
 
 Picks = int | slice | Sequence[int] | None
 
@@ -23,7 +23,6 @@ class Server(Protocol):
     def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel: ...
     def raw_channel(self, path: str, port: str) -> Channel: ...
     def step_value(self, name: str, worker: Worker) -> Any: ...
-    def heads(self, name: str, layer: int) -> int: ...
     def attention(self, layer: int) -> AttentionAnatomy: ...
     def sinks(self, layer: int) -> Tensor | None: ...
     def alibi_slopes(self, layer: int) -> Tensor | None: ...
@@ -117,7 +116,7 @@ class ValuePart(Part):
         if heads is not None:
             if value.head_axis is None or self._layer is None:
                 raise UnknownValue(f"{value.name} has no head axis: its axes are [{value.axes}].")
-            picked["heads"] = _picked("head", heads, self._server.heads(value.name, self._layer))
+            picked["heads"] = _picked("head", heads, num_heads(value, self._server.attention(self._layer)))
         if tokens is not None:
             if value.token_axis is None:
                 raise UnknownValue(f"{value.name} has no token axis: its axes are [{value.axes}].")

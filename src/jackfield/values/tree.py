@@ -1,7 +1,7 @@
 """The raw module tree: any submodule's `.input`, `.inputs`, `.output`, by the engine's own module names."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from torch import nn
 
@@ -19,6 +19,10 @@ def submodules(module: nn.Module) -> dict[str, nn.Module]:
 def named_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Every module by its path, the root as ""."""
     return dict(cast("Iterable[tuple[str, nn.Module]]", module.named_modules()))  # torch leaves its memo untyped
+
+
+RAW_NAMES: Final = frozenset({"input", "inputs", "output"})
+"""What a block mentions that may want a raw place."""
 
 
 class RawPort:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jackfield.interleave.worker import WHOLE, Selection
+from jackfield.values.anatomy import AttentionAnatomy
 
 DECODE_STEP = "this engine's cache cannot be read back, so only step 0 has all the keys; read it on step 0"
 
@@ -53,6 +54,11 @@ class Value:
         """Which axis runs over this step's tokens."""
         letters = self.axes.split()
         return letters.index("t") if "t" in letters else None
+
+
+def num_heads(value: Value, attention: AttentionAnatomy) -> int:
+    """The length of a value's head axis: its query heads, or its key/value heads."""
+    return attention.num_kv_heads if "Hkv" in value.axes.split() else attention.num_heads
 
 
 def declared(owner: type) -> tuple[Value, ...]:

@@ -216,25 +216,6 @@ def test_a_graph_is_not_kept_after_the_run(model: jf.Model) -> None:
     assert not torch.is_grad_enabled() or model.layers[0].attention.cache_k.grad_fn is None
 
 
-def test_reading_with_gradients_changes_no_token(model: jf.Model) -> None:
-    def block(m: jf.Model, t: Any) -> Any:
-        for _ in t.iter[:]:
-            _ = m.layers[0].attention_keys, m.layers[1].attention_scores, m.layers[2].layer_output
-
-    options = {"max_tokens": 5, "ignore_eos": True}
-    assert model.run(PROMPT, block, gradients=True, **options).token_ids == model.run(PROMPT, **options).token_ids
-
-
-def test_several_prompts_have_graphs_of_their_own(model: jf.Model) -> None:
-    def block(m: jf.Model, t: Any) -> Any:
-        stream = m.layers[0].layer_output
-        return t.gradient(loss_of(m), stream)
-
-    prompts = [PROMPT, PROMPT[2:], PROMPT[:3]]
-    for prompt, result in zip(prompts, model.run(prompts, block, gradients=True), strict=True):
-        torch.testing.assert_close(result.returned, model.run(prompt, block, gradients=True).returned)
-
-
 # Refusals.
 
 

@@ -104,7 +104,7 @@ def test_an_error_in_a_tap_ends_its_request_alone(model: jf.Model, monkeypatch: 
     from jackfield.engines.vllm import forward_pass
 
     alone = model.run(PROMPTS[1], streams, max_tokens=4, ignore_eos=True)
-    rows, made = forward_pass.Rows2, list[int]()
+    rows, made = forward_pass.Halves, list[int]()
 
     def failing(x: torch.Tensor, *rest: Any) -> Any:
         made.append(x.shape[0])
@@ -112,7 +112,7 @@ def test_an_error_in_a_tap_ends_its_request_alone(model: jf.Model, monkeypatch: 
             raise RuntimeError("a mistake of ours")
         return rows(x, *rest)
 
-    monkeypatch.setattr(forward_pass, "Rows2", failing)
+    monkeypatch.setattr(forward_pass, "Halves", failing)
     seen: list[jf.Result] = []
     with pytest.raises(RuntimeError, match="a mistake of ours"):  # noqa: PT012
         for result in model.run(iter(PROMPTS[:2]), streams, max_tokens=4, ignore_eos=True):

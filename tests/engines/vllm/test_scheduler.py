@@ -171,7 +171,8 @@ def test_tasks_share_one_batch(model: jf.Model) -> None:
 def test_who_is_ahead_under_asynchronous_scheduling() -> None:
     """A step whose token may be the last is waited for; one that only the length can end is not."""
     tiny.need_vllm()
-    from jackfield.engines.vllm.scheduler import KEY, _is_ahead
+    from jackfield.engines.vllm.scheduler import _is_ahead
+    from jackfield.engines.vllm.shipping import KEY
 
     def request(placeholders: int, *, traced: bool = True, **params: Any) -> Any:
         usual = {"stop": [], "stop_token_ids": [], "ignore_eos": True, "extra_args": {KEY: ["a", b""]}}

@@ -21,7 +21,7 @@ from jackfield.engines.transformers.gates import Gates
 from jackfield.engines.transformers.graph import beginning, graph_kept
 from jackfield.engines.transformers.lens import Lens
 from jackfield.engines.transformers.loading import limits, load
-from jackfield.engines.transformers.run import RAW_NAMES, Run
+from jackfield.engines.transformers.run import Run
 from jackfield.engines.transformers.serving import Serving
 from jackfield.engines.transformers.witness import refuse_unwitnessed
 from jackfield.errors import EngineDied, InvalidRequest, TracingError, UnknownValue, near
@@ -32,15 +32,8 @@ from jackfield.values.families.family import Family
 from jackfield.values.interface import AttentionFuser
 from jackfield.values.layer import Layer, part_at
 from jackfield.values.part import Part
-from jackfield.values.tree import named_modules
+from jackfield.values.tree import RAW_NAMES, named_modules
 
-QUERY_HEADS = (
-    "attention_keys",
-    "attention_keys_prerotary",
-    "attention_values",
-    "attention_cached_keys",
-    "attention_cached_values",
-)
 NOWHERE_TO_BEGIN = "its graph begins at the token embeddings, and this model names no module that makes them"
 
 
@@ -142,10 +135,6 @@ class TransformersEngine(Engine):
         assert self.running.input_ids is not None
         rows = worker.rows
         return self.running.input_ids[rows.index : rows.index + 1, rows.tokens(worker.step)].clone()
-
-    def heads(self, name: str, layer: int) -> int:
-        attention = self.attention(layer)
-        return attention.num_kv_heads if name in QUERY_HEADS else attention.num_heads
 
     def attention(self, layer: int) -> AttentionAnatomy:
         return self.serving.attention(layer)

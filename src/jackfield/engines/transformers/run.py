@@ -20,10 +20,9 @@ from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Slot, Worker
 from jackfield.values.anatomy import AttentionAnatomy, Missing, Projection
 from jackfield.values.attention import AttentionValues
-from jackfield.values.tree import named_modules
+from jackfield.values.tree import RAW_NAMES, named_modules
 from jackfield.values.value import declared
 
-RAW_NAMES = frozenset({"input", "inputs", "output"})
 # What a block reads through these does not stand in its code.
 DYNAMIC_NAMES = frozenset({"getattr", "attrgetter", "read"})
 PREROTARY = frozenset({"attention_queries_prerotary", "attention_keys_prerotary"})

@@ -15,8 +15,8 @@ from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Channel, Selection, Slot, Worker
 from jackfield.trace.tracer import Tracer
+from jackfield.values.tree import RAW_NAMES
 
-RAW_NAMES: Final = frozenset({"input", "inputs", "output"})
 PREROTARY: Final = frozenset({"attention_queries_prerotary", "attention_keys_prerotary"})
 DYNAMIC_NAMES: Final = frozenset({"getattr", "attrgetter", "read"})  # by which a block may read what it does not name
 

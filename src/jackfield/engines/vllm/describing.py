@@ -12,7 +12,7 @@ from jackfield.engines.transformers.channels import HeadOutputsChannel, ScoresCh
 from jackfield.engines.vllm.attention import CachedChannel, OperandChannel, OpFacts, PrerotaryChannel, op_facts
 from jackfield.engines.vllm.description import Description, LayerDescription
 from jackfield.engines.vllm.embedding import has_scaled_embedding
-from jackfield.engines.vllm.host import FINAL_NORM, LOGITS
+from jackfield.engines.vllm.forward_pass import FINAL_NORM, LOGITS
 from jackfield.engines.vllm.passing import (
     HeadResultsChannel,
     HeadsChannel,
@@ -29,6 +29,8 @@ from jackfield.errors import UnsupportedModel
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Channel
 from jackfield.values.anatomy import AttentionAnatomy, Missing
+from jackfield.values.attention import AttentionValues
+from jackfield.values.value import declared
 
 if TYPE_CHECKING:
     from jackfield.engines.vllm.worker_engine import WorkerEngine
@@ -272,17 +274,4 @@ class Describer:
         )
 
 
-ATTENTION_VALUES = (
-    "attention_queries_prerotary",
-    "attention_keys_prerotary",
-    "attention_queries",
-    "attention_keys",
-    "attention_values",
-    "attention_cached_keys",
-    "attention_cached_values",
-    "attention_scores",
-    "attention_probabilities",
-    "attention_head_outputs",
-    "attention_premix",
-    "attention_head_results",
-)
+ATTENTION_VALUES = tuple(value.name for value in declared(AttentionValues))

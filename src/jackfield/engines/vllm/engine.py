@@ -20,13 +20,12 @@ from jackfield.engines.vllm.description import Description, outline
 from jackfield.engines.vllm.driver import CLOSED, Driver, Ended, Sample
 from jackfield.engines.vllm.recorder import PLAIN, PROBE
 from jackfield.engines.vllm.served import Served
-from jackfield.engines.vllm.shipping import Ends, Shipment, dumps, pack
+from jackfield.engines.vllm.shipping import KEY, Ends, Shipment, dumps, pack
 from jackfield.engines.vllm.starting import start
 from jackfield.errors import EngineDied, InvalidRequest, RequestTooLong, TracingError
 from jackfield.interleave.reference import Shared
 from jackfield.interleave.worker import Channel, Worker
 
-KEY: Final = "jackfield"  # in extra_args; scheduler.py, which imports vLLM, has it too
 SAME_NAMES: Final = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "ignore_eos", "include_stop_str_in_output", "logit_bias", "logprobs"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from jackfield.engines.vllm.companion import Companion
-from jackfield.engines.vllm.passing import Rows2
+from jackfield.engines.vllm.passing import Halves
 from jackfield.engines.vllm.raw import RawPassing
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Slot, Worker
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from jackfield.engines.vllm.host import Host
     from jackfield.engines.vllm.op_tap import OpTap
 
+FINAL_NORM = Site("", Port.OUTPUT, "hidden_states")
 LOGITS = Site("", Port.OUTPUT, "logits")
+"""What passes outside the model's forward, where no tap is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +152,9 @@ class ForwardPass:
             with self.guarded(worker):
                 worker.interleaver.resume(worker, self._cut(worker, x, residual))
 
-    def _cut(self, worker: Worker, x: Tensor, residual: Tensor | None) -> Rows2:
+    def _cut(self, worker: Worker, x: Tensor, residual: Tensor | None) -> Halves:
         rows = self._fresh[worker]
-        return Rows2(x[rows], None if residual is None else residual[rows])
+        return Halves(x[rows], None if residual is None else residual[rows])
 
     def meet_logits(self, logits: Tensor) -> None:
         """One row per request, in the batch's order."""
@@ -162,7 +164,7 @@ class ForwardPass:
         for worker in workers:
             with self.guarded(worker):
                 index = self.of[worker].index
-                worker.interleaver.resume(worker, Rows2(logits[index : index + 1]))
+                worker.interleaver.resume(worker, Halves(logits[index : index + 1]))
 
     def meet_raw(self, slot: Slot, nest: Any, signature: Signature | None) -> None:
         """What a module was called with, or gave."""

@@ -123,7 +123,7 @@ def _weak(tensor: Tensor | None) -> Any:
 
 @dataclass(slots=True)
 class Stats:
-    """How passes ran since the engine was started: `model.stats()`."""
+    """How passes ran since the engine was started, for measurements."""
 
     plain: int = 0  # without a traced request, as vLLM runs them
     armed: int = 0  # full graphs with blocks in them

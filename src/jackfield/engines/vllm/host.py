@@ -12,19 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from jackfield.engines.vllm.companion import Companion, Fate
-from jackfield.engines.vllm.forward_pass import ForwardPass, Placed
+from jackfield.engines.vllm.forward_pass import FINAL_NORM, LOGITS, ForwardPass, Placed
 from jackfield.engines.vllm.recorder import PLAIN, PROBE, Recorder, rows_of
 from jackfield.engines.vllm.rows import Row
 from jackfield.engines.vllm.shipping import Ends, loads
 from jackfield.engines.vllm.taps import NOW
 from jackfield.interleave.reference import Shared
-from jackfield.interleave.site import Port, Site
+from jackfield.interleave.site import Site
 from jackfield.interleave.worker import Slot
 
 MOST_FATES: Final = 4096
 """How many are kept of requests whose client may have gone away."""
-FINAL_NORM = Site("", Port.OUTPUT, "hidden_states")
-LOGITS = Site("", Port.OUTPUT, "logits")
 
 
 class Host:

@@ -24,7 +24,7 @@ Blocks = Callable[[str, "ForwardPass", Worker], tuple[Sequence[int], int]]
 
 
 class OpTap:
-    """One layer's attention op. `cache_name` is the layer whose cache holds its keys, itself but for shared caches."""
+    """One layer's attention op. Its `path` in the model names its sites; vLLM knows its cache by `name`."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from jackfield.interleave.worker import Channel, Selection, Worker
 
 
 @dataclass(slots=True)
-class Rows2:
+class Halves:
     """A request's rows of the one tensor that passes, or of the two whose sum is the stream: [token, width] views."""
 
     x: Tensor
@@ -32,13 +32,13 @@ class StreamChannel(Channel):
         self.name = self.memory = name
         self.site, self.summed, self.factor, self.writable = site, summed, factor, writable
 
-    def read(self, passing: Rows2, worker: Worker, selection: Selection) -> Tensor:
+    def read(self, passing: Halves, worker: Worker, selection: Selection) -> Tensor:
         rows = self._rows(passing)
         if selection.tokens is not None:
             rows = rows[list(selection.tokens)]
         return (rows.clone() if rows is passing.x else rows)[None]  # all others are new already
 
-    def write(self, passing: Rows2, worker: Worker, selection: Selection, value: Tensor) -> None:
+    def write(self, passing: Halves, worker: Worker, selection: Selection, value: Tensor) -> None:
         tokens: Any = slice(None) if selection.tokens is None else list(selection.tokens)
         before, after = self._rows(passing)[tokens], value[0]
         changed = (before != after).any(-1, keepdim=True)
@@ -49,7 +49,7 @@ class StreamChannel(Channel):
         elif self.summed and passing.residual is not None:
             passing.residual[tokens] = passing.residual[tokens].masked_fill(changed, 0)
 
-    def _rows(self, passing: Rows2) -> Tensor:
+    def _rows(self, passing: Halves) -> Tensor:
         rows = passing.x
         if self.summed and passing.residual is not None:
             rows = rows + passing.residual
@@ -63,12 +63,12 @@ class HeadsChannel(StreamChannel):
         super().__init__(name, site)
         self.num_heads = num_heads
 
-    def read(self, passing: Rows2, worker: Worker, selection: Selection) -> Tensor:
+    def read(self, passing: Halves, worker: Worker, selection: Selection) -> Tensor:
         whole = super().read(passing, worker, Selection(tokens=selection.tokens))
         rows = whole.view(*whole.shape[:-1], self.num_heads, -1)
         return rows if selection.heads is None else rows[:, :, list(selection.heads)]
 
-    def write(self, passing: Rows2, worker: Worker, selection: Selection, value: Tensor) -> None:
+    def write(self, passing: Halves, worker: Worker, selection: Selection, value: Tensor) -> None:
         tokens = Selection(tokens=selection.tokens)
         whole = self.read(passing, worker, tokens)
         whole[:, :, slice(None) if selection.heads is None else list(selection.heads)] = value
@@ -85,7 +85,7 @@ class HeadResultsChannel(HeadsChannel):
         super().__init__(name, site, num_heads)
         self.writable, self.projection = False, projection
 
-    def read(self, passing: Rows2, worker: Worker, selection: Selection) -> Tensor:
+    def read(self, passing: Halves, worker: Worker, selection: Selection) -> Tensor:
         premix = super().read(passing, worker, Selection(tokens=selection.tokens))[0]
         heads = range(self.num_heads) if selection.heads is None else selection.heads
         alone = premix.new_zeros(1 + len(heads), *premix.shape)
@@ -103,8 +103,8 @@ class LogitsChannel(Channel):
     def __init__(self, name: str, site: Site, *, softmax: bool = False) -> None:
         self.name, self.memory, self.site, self.softmax, self.writable = name, name, site, softmax, not softmax
 
-    def read(self, passing: Rows2, worker: Worker, selection: Selection) -> Tensor:
+    def read(self, passing: Halves, worker: Worker, selection: Selection) -> Tensor:
         return torch.softmax(passing.x.float(), -1) if self.softmax else passing.x.clone()[None]
 
-    def write(self, passing: Rows2, worker: Worker, selection: Selection, value: Tensor) -> None:
+    def write(self, passing: Halves, worker: Worker, selection: Selection, value: Tensor) -> None:
         passing.x.copy_(value[0])

@@ -16,9 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from jackfield.engines.vllm.interrupts import follow_client
-
-KEY = "jackfield"
-"""Under which a request's extra_args carry its block, and the runner's output the requests that end."""
+from jackfield.engines.vllm.shipping import KEY
 
 
 def is_traced(request: Any) -> bool:

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from jackfield.engines.engine import Engine
 from jackfield.engines.vllm.description import Description, LayerDescription, submodule
-from jackfield.errors import EngineDied, Unavailable, UnknownValue
+from jackfield.errors import Unavailable, UnknownValue
 from jackfield.interleave.worker import Channel
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, LayerAnatomy, Missing
 from jackfield.values.attention import AttentionValues
@@ -16,16 +15,6 @@ from jackfield.values.mlp import MlpValues
 from jackfield.values.part import Part
 from jackfield.values.root import RootValues
 from jackfield.values.value import declared
-
-KV_HEADS = frozenset(
-    {
-        "attention_keys",
-        "attention_keys_prerotary",
-        "attention_values",
-        "attention_cached_keys",
-        "attention_cached_values",
-    }
-)
 
 
 class Served(Engine):
@@ -45,10 +34,6 @@ class Served(Engine):
     def _reason(self, name: str, layer: int | None) -> str | None:
         missing = self.description.missing if layer is None else self.description.layers[layer].missing
         return missing.get(name)
-
-    def heads(self, name: str, layer: int) -> int:
-        attention = self.attention(layer)
-        return attention.num_kv_heads if name in KV_HEADS else attention.num_heads
 
     def attention(self, layer: int) -> AttentionAnatomy:
         attention = self._layer(layer).attention
@@ -107,13 +92,3 @@ def _over_layers(layers: tuple[LayerDescription, ...], name: str) -> str | None:
         return next(iter(reasons))
     told = (f"layers {', '.join(map(str, numbers))}: {reason}" for reason, numbers in reasons.items())
     return "; ".join(told) or None
-
-
-def closed() -> EngineDied:
-    """What a model says that was closed."""
-    return EngineDied("This model was closed; load it again with jackfield.Model(...).")
-
-
-def detached(tensor: Tensor | None) -> Tensor | None:
-    """A copy on the CPU."""
-    return None if tensor is None else tensor.detach().to("cpu", torch.float32, copy=True)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType, TracebackType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import torch
@@ -28,6 +28,9 @@ from jackfield.interleave.reference import Shared
 from jackfield.trace.capture import Block
 from jackfield.values.layer import Layers
 from jackfield.values.part import Part
+
+KEY: Final = "jackfield"
+"""Under which a request's extra_args carry its block, and the runner's output the requests that end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ The attention op is vLLM's own class, which every model uses; the block is the m
 each tap's tensor means is not decided here but by numbers, on a probe prompt (`reading.py`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,10 +195,3 @@ def _both_sides(block: BlockStructure) -> Sequence[str]:
     within = [path for path in (block.attention, *block.norms, *block.sublayers) if path and path != block.path]
     taken = {*block.projections, *block.routers}
     return [*(path for path in within if path not in taken), block.path]
-
-
-def children(paths: Sequence[str], path: str) -> Iterator[str]:
-    """The names of the modules right under a path."""
-    prefix = f"{path}." if path else ""
-    seen = (other[len(prefix) :].split(".")[0] for other in paths if other.startswith(prefix) and other != path)
-    yield from dict.fromkeys(seen)

@@ -19,8 +19,7 @@ from jackfield.engines.engine import Engine
 from jackfield.engines.vllm.answers import PROOF, Lender, unsendable
 from jackfield.engines.vllm.companion import Fate
 from jackfield.engines.vllm.interrupts import follow_client
-from jackfield.engines.vllm.scheduler import KEY
-from jackfield.engines.vllm.shipping import loads
+from jackfield.engines.vllm.shipping import KEY, loads
 from jackfield.engines.vllm.worker_engine import WorkerEngine
 
 if TYPE_CHECKING or not current_platform.is_cpu():

@@ -17,8 +17,8 @@ from jackfield.engines.vllm.host import Host
 from jackfield.engines.vllm.op_tap import OpTap
 from jackfield.engines.vllm.raw import Gates, RawChannel
 from jackfield.engines.vllm.rows import runner_of
-from jackfield.engines.vllm.scheduler import KEY
 from jackfield.engines.vllm.served import Served
+from jackfield.engines.vllm.shipping import KEY
 from jackfield.engines.vllm.structure import is_listened_to, put_taps, read_structure
 from jackfield.engines.vllm.taps import NOW, named
 from jackfield.engines.vllm.untraceable import untraceable
