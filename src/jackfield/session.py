@@ -150,7 +150,7 @@ class Trace:
         self._several = False
 
     def __enter__(self) -> "Trace":
-        Sampling.parse(**self.job.sampling)
+        self._sampling = Sampling.parse(**self.job.sampling)
         if self._prompts is not None:
             self._parsed = parse_prompts(self._prompts)
             self._lifted = _Lifted(_caller(), self)
@@ -206,9 +206,8 @@ class Trace:
 
     def _run_body(self, lifted: _Lifted) -> None:
         parsed, block = self._parsed, lifted.body.block
-        sampling = Sampling.parse(**self.job.sampling)
         prompts = [parsed.prompt] if isinstance(parsed, One) else parsed.prompts
-        requests = (self.job.request(prompt, block, sampling) for prompt in prompts)
+        requests = (self.job.request(prompt, block, self._sampling) for prompt in prompts)
         if not isinstance(parsed, Stream):
             requests = iter(list(requests))  # all are admitted before one runs
         found = list(self.job.engine.outcomes(requests))

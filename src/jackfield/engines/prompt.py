@@ -143,6 +143,8 @@ def _listed(array: "torch.Tensor | npt.NDArray[Any]") -> Sequence[object]:
 
 
 def _token_ids(values: Sequence[object]) -> tuple[int, ...]:
+    if set(map(type, values)) == {int}:
+        return cast("tuple[int, ...]", tuple(values))
     return tuple(_token_id(i, value) for i, value in enumerate(values))
 
 

@@ -211,7 +211,7 @@ class Sampling:
     def refuse(self, names: Sequence[str], engine: str) -> None:
         """InvalidRequest if one of `names` was set: what this engine cannot honour is refused by name."""
         for name in names:
-            if getattr(self, name) != getattr(Sampling(), name):
+            if getattr(self, name) != getattr(Sampling, name):  # where a dataclass keeps its defaults
                 raise InvalidRequest(f"{name}={getattr(self, name)!r}: the {engine} engine cannot honour it.")
 
 
@@ -282,6 +282,6 @@ def admit(prompt_token_ids: Sequence[int], sampling: Sampling, limits: Limits) -
 
 
 def _check_vocabulary(place: str, ids: Sequence[int], limits: Limits) -> None:
-    for token in ids:
-        if not 0 <= token < limits.vocab_size:
-            raise InvalidRequest(f"Token id {token} in {place}: the vocabulary is 0 to {limits.vocab_size - 1}.")
+    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+        token = next(each for each in ids if not 0 <= each < limits.vocab_size)
+        raise InvalidRequest(f"Token id {token} in {place}: the vocabulary is 0 to {limits.vocab_size - 1}.")

@@ -70,7 +70,8 @@ class Interleaver:
         """A tensor passes `slot`: each worker that waits there sees it. `passing` is the engine's own description."""
         workers, slot.workers = slot.workers, []
         for worker in workers:
-            self.resume(worker, passing)
+            worker.resume(passing)
+            self._attach(worker)
 
     def end(self) -> None:
         """The forward pass is over: whoever still waits for something in it waited for what did not come."""

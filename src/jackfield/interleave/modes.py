@@ -4,6 +4,7 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch import is_grad_enabled, is_inference_mode_enabled
 from torch._C import (
     _is_any_autocast_enabled,  # pyright: ignore[reportPrivateUsage]
     _len_torch_function_stack,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
@@ -24,45 +25,62 @@ class BlockModes:
     def __init__(self) -> None:
         self._grad_enabled = False
         self._functions: list[TorchFunctionMode] = []
-        self._engine_grad_enabled = False
-        self._engine_inference = False
         self._autocast: _Autocast | None = None  # None: off, which is most of the time, and costs one question
-        self._engine_autocast: _Autocast | None = None
         self._off = _disabled(_autocast())
         self._began = False
-        self._depth = 0
+        self._engine = (False, False, False, 0)  # gradients, inference mode, autocast of any kind, function modes
+        self._alike: tuple[bool, bool, bool, int] | None = None  # the same of both sides, with nothing to hand over
+        self._engine_autocast: _Autocast | None = None
         self._guard: torch.inference_mode | None = None
 
     def enter(self) -> None:
         """The block runs on."""
-        self._engine_grad_enabled = torch.is_grad_enabled()
-        self._engine_inference = torch.is_inference_mode_enabled()
-        self._engine_autocast = _autocast() if _is_any_autocast_enabled() or self._autocast else None
-        if self._began and self._engine_autocast is not None:
-            _change_autocast(self._engine_autocast, self._autocast or _disabled(self._engine_autocast))
+        engine = (
+            is_grad_enabled(),
+            is_inference_mode_enabled(),
+            _is_any_autocast_enabled(),
+            _len_torch_function_stack(),
+        )
+        if engine == self._alike:
+            return
+        self._engine, self._alike = engine, None
+        if engine[2] or self._autocast is not None:
+            self._engine_autocast = autocast = _autocast()
+            if self._began:
+                _change_autocast(autocast, self._autocast or _disabled(autocast))
+        else:
+            self._engine_autocast = None
         if self._guard is not None:
             self._guard.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
             self._guard = None
-        self._depth = _len_torch_function_stack()
         for mode in reversed(self._functions):
             _push_mode(mode)
-        if self._grad_enabled != torch.is_grad_enabled():
+        if self._grad_enabled != is_grad_enabled():
             _set_grad_enabled(self._grad_enabled)
 
     def leave(self) -> None:
         """The block waits, or has ended."""
-        own = _len_torch_function_stack() - self._depth
-        self._functions = [_pop_mode() for _ in range(own)] if own else []
-        self._grad_enabled = torch.is_grad_enabled()
-        self._began = True
-        self._autocast = _autocast() if _is_any_autocast_enabled() else None
+        own = (
+            is_grad_enabled(),
+            is_inference_mode_enabled(),
+            _is_any_autocast_enabled(),
+            _len_torch_function_stack(),
+        )
+        if own == self._alike:
+            return
+        grad_enabled, _, autocast, depth = own
+        engine_grad_enabled, engine_inference, _, engine_depth = self._engine
+        self._began, self._grad_enabled = True, grad_enabled
+        self._functions = [_pop_mode() for _ in range(depth - engine_depth)]
+        self._autocast = _autocast() if autocast else None
+        self._alike = own if own == self._engine and not autocast and self._engine_autocast is None else None
         if self._autocast is not None or self._engine_autocast is not None:
             _change_autocast(_autocast(), self._engine_autocast or self._off)
-        if torch.is_inference_mode_enabled() != self._engine_inference:
-            self._guard = torch.inference_mode(self._engine_inference)
+        if is_inference_mode_enabled() != engine_inference:
+            self._guard = torch.inference_mode(engine_inference)
             self._guard.__enter__()
-        if torch.is_grad_enabled() != self._engine_grad_enabled:
-            _set_grad_enabled(self._engine_grad_enabled)
+        if is_grad_enabled() != engine_grad_enabled:
+            _set_grad_enabled(engine_grad_enabled)
 
 
 @contextmanager

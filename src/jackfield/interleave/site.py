@@ -3,8 +3,8 @@
 A site says nothing of meaning: that `model.layers.3` gives the residual stream is an anatomy's business.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Port(StrEnum):  # a str's hash is C's and kept; an Enum's is neither, and slots are looked up by it
@@ -19,8 +19,7 @@ class Port(StrEnum):  # a str's hash is C's and kept; an Enum's is neither, and 
     PROJECT = "project"  # the first linear product inside the module's call: a router's logits
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(NamedTuple):  # hashed in C, as a dataclass is not: slots are looked up by it
     """One tensor at one port of one module.
 
     `path` is the module's own path in the model's tree ("" is the root). `key` picks from several: the position or

@@ -7,11 +7,13 @@ too late is found.
 """
 
 import contextvars
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
 import greenlet
 import torch
@@ -89,49 +91,73 @@ def _differences(value: Tensor, wanted: Tensor) -> Iterator[tuple[str, Any, Any]
         yield "layout", value.layout, wanted.layout
 
 
+SMALL_BYTES: Final = 1 << 16
+"""A copy up to this size is kept until its step is over: that is cheaper than a witness of it that has no memory."""
+_Leaves = list[tuple[Tensor, torch.Size, int]]
+
+
 class _Held:
-    """A private copy in the block's hands, with the versions of its tensors when they were last as the model's."""
+    """A private copy in the block's hands, with the versions of its tensors when they were last as the model's.
 
-    __slots__ = ("channel", "leaves", "selection", "value", "versions")
+    When the block has moved past it, that it was changed is seen even where the block has dropped it. The memory of a
+    large one is not kept: a witness shares its version counter, and keeps that when it is given other data.
+    """
 
-    def __init__(self, channel: Channel, selection: Selection, value: Any) -> None:
-        self.channel, self.selection, self.value = channel, selection, value
+    __slots__ = ("_large", "channel", "leaves", "selection", "step", "value")
+
+    def __init__(self, channel: Channel, selection: Selection, value: Any, step: int) -> None:
+        self.channel, self.selection, self.value, self.step = channel, selection, value, step
         if isinstance(value, Tensor):
-            self.leaves, self.versions = [(value, value.shape)], [value._version]
+            self.leaves: _Leaves = [(value, value.shape, value._version)]
         else:
-            self.leaves = [(leaf, leaf.shape) for leaf in tensors(value)]
-            self.settled()
+            self.leaves = [(leaf, leaf.shape, leaf._version) for leaf in tensors(value)]
+        self._large: list[weakref.ref[Tensor]] | None = None
 
     @property
     def changed(self) -> bool:
-        for (leaf, _), version in zip(self.leaves, self.versions, strict=True):  # noqa: SIM110 - any() takes twice the time
+        for leaf, _, version in self.leaves:  # noqa: SIM110 - any() takes twice the time
             if leaf._version != version:
                 return True
         return False
 
     def settled(self) -> None:
-        self.versions = [leaf._version for leaf, _ in self.leaves]
+        self.leaves = [(leaf, shape, leaf._version) for leaf, shape, _ in self.leaves]
 
-
-class _Past:
-    """A copy that the block has moved past. Its memory is not kept, but that it was changed is seen even then."""
-
-    __slots__ = ("_tensor", "_version", "_witness", "name", "step")
-
-    def __init__(self, tensor: Tensor, empty: Tensor, name: str, step: int) -> None:
-        self._tensor, self._version = weakref.ref(tensor), tensor._version
-        self._witness = tensor.detach()  # which shares the version counter, and keeps it when it is given other data
-        self._witness.data = empty
-        self.name, self.step = name, step
+    def let_go(self) -> None:
+        """The block has moved past it."""
+        self.value = None
+        for leaf, _, _ in self.leaves:
+            if leaf.nbytes > SMALL_BYTES:
+                self._large = [weakref.ref(each) for each, *_ in self.leaves]
+                self.leaves = [(_witness(each), shape, version) for each, shape, version in self.leaves]
+                return
 
     @property
-    def changed(self) -> bool:
-        return self._witness._version != self._version
+    def anywhere(self) -> bool:
+        """Whether anyone has the copy still, after it was let go."""
+        if self._large is not None:
+            return any(each() is not None for each in self._large)
+        return _references(self.leaves) > _own_references()
 
-    @property
-    def held(self) -> bool:
-        """Whether anyone has the copy still."""
-        return self._tensor() is not None
+
+def _references(leaves: _Leaves) -> int:
+    """To the leaf that has most."""
+    most = 0
+    for leaf, _, _ in leaves:
+        most = max(most, sys.getrefcount(leaf))
+    return most
+
+
+@lru_cache(maxsize=1)
+def _own_references() -> int:
+    """Those to a leaf that nobody else has: of the list, of the loop; versions of Python count differently."""
+    return _references([(torch.empty(0), torch.Size(), 0)])
+
+
+def _witness(tensor: Tensor) -> Tensor:
+    witness = tensor.detach()
+    witness.data = witness.new_empty(0)
+    return witness
 
 
 def _from_the_block(error: Exception) -> Exception:
@@ -164,9 +190,9 @@ class Worker:
         self.returned: Any = None
         self.finalize: Callable[[], None] = lambda: None
         self._held: list[_Held] = []
-        self._past: list[_Past] = []
-        self._empty: dict[tuple[torch.device, torch.layout], Tensor] = {}
+        self._past: list[_Held] = []  # what the block has moved past
         self._modes = BlockModes()
+        self._engine: greenlet.greenlet | None = None
         self._greenlet = _BlockGreenlet(self._run)
         self._greenlet.worker = self
         self._greenlet.gr_context = contextvars.copy_context()
@@ -181,7 +207,9 @@ class Worker:
 
     def resume(self, message: Any) -> None:
         """Runs the block until it waits again."""
-        self._greenlet.parent = greenlet.getcurrent()
+        engine = greenlet.getcurrent()
+        if engine is not self._engine:  # the block goes back to whoever runs it on
+            self._engine = self._greenlet.parent = engine
         self._modes.enter()
         try:
             self._greenlet.switch(message)
@@ -190,7 +218,9 @@ class Worker:
 
     def throw(self, error: BaseException) -> None:
         """Raises `error` in the block, where it waits."""
-        self._greenlet.parent = greenlet.getcurrent()
+        engine = greenlet.getcurrent()
+        if engine is not self._engine:  # the block goes back to whoever runs it on
+            self._engine = self._greenlet.parent = engine
         self._modes.enter()
         try:
             self._greenlet.throw(error)
@@ -214,6 +244,7 @@ class Worker:
         self._held.clear()
         self.passing = None
         vars(self._greenlet).pop("worker", None)  # the cycle that would keep this worker
+        self._engine = None
         self.body = self.finalize = lambda: None
 
     def _run(self, _: Any = None) -> None:
@@ -244,9 +275,9 @@ class Worker:
                 return held.value
             self._settle()
         value = self._copy(channel, selection)
-        held = _Held(channel, selection, value)
+        held = _Held(channel, selection, value, self.step)
         self._held.append(held)
-        if torch.is_grad_enabled() and channel.writable and any(leaf.requires_grad for leaf, _ in held.leaves):
+        if torch.is_grad_enabled() and channel.writable and any(leaf.requires_grad for leaf, *_ in held.leaves):
             self._put(channel, selection, value)  # the model goes on from the copy, so what follows depends on it
         return value
 
@@ -300,17 +331,23 @@ class Worker:
         """Leaves the site the block stands at: what it changed goes back to the model."""
         if self.passing is None:
             return
-        self._settle()
         for held in self._held:
-            self._leave(held)
+            if held.changed:
+                self._settle()
+                break
+        past = self._past
+        if past and not past[-1].anywhere and not past[-1].changed:  # a loop's variable: it is another's now
+            past.pop()
+        for held in self._held:
+            held.let_go()
+            past.append(held)
         self._held = []
         self.passing = None
 
     def _wait(self, slot: Slot | None, wanted: str) -> Any:
         self.slot, self.wanted, self.waiting_step = slot, wanted, self.step
-        engine = self._greenlet.parent
-        assert engine is not None
-        return engine.switch()
+        assert self._engine is not None
+        return self._engine.switch()
 
     def _copy(self, channel: Channel, selection: Selection) -> Any:
         if not is_autocast_on() and not torch.is_inference_mode_enabled():
@@ -338,7 +375,8 @@ class Worker:
     def _forget(self, memory: str, but: Sequence[_Held] = ()) -> None:
         for held in list(self._held):
             if held.channel.memory == memory and held not in but:
-                self._leave(held)
+                held.let_go()
+                self._past.append(held)
                 self._held.remove(held)
 
     def _holding(self, channel: Channel, selection: Selection) -> _Held | None:
@@ -347,20 +385,9 @@ class Worker:
                 return held
         return None
 
-    def _leave(self, held: _Held) -> None:
-        for leaf, _ in held.leaves:
-            self._past.append(_Past(leaf, self._empty_like(leaf), held.channel.name, self.waiting_step))
-
-    def _empty_like(self, leaf: Tensor) -> Tensor:
-        """A tensor of no memory that may take the place of the leaf's data; one for all of a kind."""
-        kind = leaf.device, leaf.layout
-        if kind not in self._empty:
-            self._empty[kind] = leaf.detach().new_empty(0)
-        return self._empty[kind]
-
     def _write_back(self, held: _Held) -> None:
         channel = held.channel
-        for leaf, shape in held.leaves:
+        for leaf, shape, _ in held.leaves:
             if leaf.shape != shape:
                 raise EditMismatch(
                     f"{channel.name} has shape {tuple(shape)}, and was changed in place to {tuple(leaf.shape)}."
@@ -373,12 +400,12 @@ class Worker:
     def _check_past(self) -> None:
         for past in self._past:
             if past.changed:
-                self._past = []
+                self._past, name = [], past.channel.name
                 raise OutOfOrder(
-                    f"{past.name} of step {past.step} was changed in place after the block had moved past it, so the "
-                    "change could not reach the model. Change it before the next read, or `.clone()` it for scratch."
+                    f"{name} of step {past.step} was changed in place after the block had moved past it, so the change "
+                    "could not reach the model. Change it before the next read, or `.clone()` it for scratch."
                 )
-        self._past = [past for past in self._past if past.held]
+        self._past = [past for past in self._past if past.anywhere]
 
     def _too_late(self, name: str) -> str:
         stood = self.slot is not None and self.waiting_step <= self.interleaver.step

@@ -70,6 +70,8 @@ def _forget(frame: FrameType) -> None:
 
 
 def _kept(value: Any, memo: dict[int, Any]) -> Any:
+    if type(value) is torch.Tensor and _is_plain(value):
+        return value
     identity = id(value)
     if identity in memo:
         return memo[identity]
@@ -84,10 +86,12 @@ def _kept(value: Any, memo: dict[int, Any]) -> Any:
     return memo.get(identity, value)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is kept as it is."""
+    return tensor.is_cpu and not tensor.requires_grad and not tensor.is_inference() and not _is_part(tensor)
+
+
 def _kept_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    plain = type(tensor) is torch.Tensor and tensor.is_cpu and not tensor.requires_grad and not tensor.is_inference()
-    if plain and not _is_part(tensor):
-        return tensor
     with torch.inference_mode(False):
         kept = tensor.detach().to("cpu")
         return kept.clone() if _is_part(kept) or kept.is_inference() else kept

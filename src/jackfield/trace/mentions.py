@@ -24,6 +24,7 @@ def global_names(code: CodeType) -> frozenset[str]:
     return frozenset(instruction.argval for instruction in every if instruction.opname in _LOOKS_UP)
 
 
+@functools.lru_cache(maxsize=1024)
 def assigned_outside(code: CodeType) -> frozenset[str]:
     """The outer variables and globals that `code` itself assigns, by `nonlocal` and `global`."""
     stores = (
@@ -54,6 +55,7 @@ def words(code: CodeType, outside: Iterable[Any]) -> frozenset[str]:
     return frozenset(found)
 
 
+@functools.lru_cache(maxsize=1024)
 def plain_saves(code: CodeType) -> bool:
     """Whether `code`, inner functions included, calls a `save()` without arguments."""
     return any(_saves(part) for part in _with_inner(code))

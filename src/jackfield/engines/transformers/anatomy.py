@@ -150,7 +150,7 @@ def _below(path: str, value: Formula | Missing) -> Formula | Missing:
 
 
 def _site_below(path: str, site: Site) -> Site:
-    return replace(site, path=f"{path}.{site.path}" if site.path else path)
+    return site._replace(path=f"{path}.{site.path}" if site.path else path)
 
 
 def _require(model: nn.Module, value: Formula | Missing) -> None:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent
 from torch import Tensor, nn
 
 from jackfield.errors import Unavailable
@@ -79,29 +79,43 @@ def parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
     return tuple(name for name, parameter in signature.parameters.items() if parameter.kind in kinds)[1:]
 
 
+class Extras:
+    """What a run wants of a gate beside its two slots."""
+
+    __slots__ = ("around", "keep_output", "kept", "on_enter", "on_leave")
+
+    def __init__(self) -> None:
+        self.around: Around | None = None
+        self.keep_output = False
+        self.kept: Any = None
+        self.on_enter: Callable[[Call], None] | None = None
+        self.on_leave: Callable[[Call], None] | None = None
+
+
 class Gate:
     """The gate of one module: up in a run, away after it, and kept for the next."""
 
     def __init__(self, module: nn.Module, path: str, slot: Callable[[Site], Slot]) -> None:
         self.module, self.path = module, path
         self.before, self.after = slot(Site(path, Port.INPUT)), slot(Site(path, Port.OUTPUT))
-        self.around: Around | None = None
-        self.keep_output = False
-        self.kept: Any = None
-        self.on_enter: Callable[[Call], None] | None = None
-        self.on_leave: Callable[[Call], None] | None = None
-        self._interleaver: Interleaver | None = None
-        self._home: greenlet | None = None  # where it looks: elsewhere, and while it is away, calls go through
+        self._extras: Extras | None = None
+        self._interleaver: Interleaver | None = None  # elsewhere than at its home, and without one, calls go through
         self._replaced: Any = None
         self._forward: Callable[..., Any] = module.forward
         self._gated = self._made()
+
+    @property
+    def extras(self) -> Extras:
+        """What else is wanted, of this run alone."""
+        if self._extras is None:
+            self._extras = Extras()
+        return self._extras
 
     def put_up(self, interleaver: Interleaver) -> None:
         """Puts the gate in its module's way. Whoever is to close it knows of it before: an interrupt may follow."""
         own = self.module.__dict__
         self._replaced, self._forward = own.get("forward"), self.module.forward
         self.before.open = self.after.open = True
-        self._home = interleaver.home
         self._interleaver = interleaver  # from here on there is something to put back
         own["forward"] = self._gated
 
@@ -118,45 +132,49 @@ class Gate:
             self.module.__dict__.pop("forward", None)
         else:
             self.module.__dict__["forward"] = self._replaced
-        self._forward = self.module.forward
-        self._home = self.kept = self.around = self.on_enter = self.on_leave = None
-        self.before.open = self.after.open = self.keep_output = False
+        self._forward, self._extras = self.module.forward, None
+        self.before.open = self.after.open = False
         self._interleaver = None
 
     def _made(self) -> Callable[..., Any]:
         before, after = self.before, self.after
 
         def gated(*args: Any, **kwargs: Any) -> Any:
-            interleaver, forward = self._interleaver, self._forward
-            if interleaver is None or getcurrent() is not self._home:
-                return forward(*args, **kwargs)
-            if self.on_enter is not None:
-                self.on_enter(Call(self, args, kwargs))
+            interleaver, extras = self._interleaver, self._extras
+            if interleaver is None or getcurrent() is not interleaver.home:
+                return self._forward(*args, **kwargs)
+            if extras is not None and extras.on_enter is not None:
+                extras.on_enter(Call(self, args, kwargs))
             before.passed = interleaver.clock
             if before.workers:
                 call = Call(self, args, kwargs)
                 interleaver.meet(before, call)
                 args, kwargs = call.args, call.kwargs
-            output = forward(*args, **kwargs) if self.around is None else self._listened(forward, args, kwargs)
+            extras = self._extras  # a block may have come to want some
+            output = self._forward(*args, **kwargs) if extras is None else self._listened(extras, args, kwargs)
             after.passed = interleaver.clock
             if after.workers:
                 call = Call(self, args, kwargs, output)
                 interleaver.meet(after, call)
                 output = call.output
-            if self.keep_output:
-                self.kept = output
-            if self.on_leave is not None:
-                self.on_leave(Call(self, args, kwargs, output))
+            if self._extras is not None:
+                self._leave(self._extras, Call(self, args, kwargs, output))
             return output
 
         # generate reads the signature of the model's forward, which is the class's unless it was replaced for good.
         gated.__dict__["__wrapped__"] = self._forward
         return gated
 
-    def _listened(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self.around is not None
-        listener = self.around(Call(self, args, kwargs))
+    def _listened(self, extras: Extras, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        listener = None if extras.around is None else extras.around(Call(self, args, kwargs))
         if listener is None:
-            return forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
         with listener:
-            return forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
+
+    @staticmethod
+    def _leave(extras: Extras, call: Call) -> None:
+        if extras.keep_output:
+            extras.kept = call.output
+        if extras.on_leave is not None:
+            extras.on_leave(call)

@@ -37,7 +37,8 @@ class Gates:
         self.slots: dict[Site, Slot] = {}
         self.clock = 0
         self._made: dict[str, Gate] = {}
-        self._names: dict[str, list[str]] = {}
+        self._names: dict[str, tuple[str, str]] = {}
+        self._holders: dict[str, dict[str, nn.Module]] = {}
         self._above: dict[str, tuple[str, ...]] = {}
 
     def gate(self, path: str) -> Gate:
@@ -98,15 +99,22 @@ class Gates:
     def _slot(self, site: Site) -> Slot:
         return self.slots.setdefault(site, Slot(site))
 
+    def renew(self) -> None:
+        """A run begins: modules may have been replaced since the last."""
+        self._holders.clear()
+
     def _module(self, path: str) -> nn.Module:
-        """`get_submodule`, a tenth as long."""
-        module: nn.Module = self.model
+        """`get_submodule`, for what stands below one module looked up once a run."""
+        if not path:
+            return self.model
         names = self._names.get(path)
         if names is None:
-            names = self._names[path] = path.split(".") if path else []
-        for name in names:
-            module = module.__dict__["_modules"][name]
-        return module
+            above, _, name = path.rpartition(".")
+            names = self._names[path] = above, name
+        holder = self._holders.get(names[0])
+        if holder is None:
+            holder = self._holders[names[0]] = self._module(names[0]).__dict__["_modules"]
+        return holder[names[1]]
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -50,6 +50,7 @@ class Run:
         self.input_ids: Tensor | None = None
         self.cache: Any = None
         self._gates = gates
+        gates.renew()
         self._up: dict[str, Gate] = {}
         self._opened: list[Slot] = []
         self._keeping: list[Gate] = []
@@ -68,7 +69,7 @@ class Run:
         self.interleaver.start()
         if self.interleaver.alive:
             root = self._gate("")
-            root.on_enter, root.on_leave = self._begin, self._end
+            root.extras.on_enter, root.extras.on_leave = self._begin, self._end
             if self.gradients:
                 self._gate(beginning(self.anatomy) or "").change_output(begun)
             self._put_up()
@@ -108,7 +109,8 @@ class Run:
         if not self._keeping:
             return {}
         paths = {projection.site.path for projection in projections(anatomy)}
-        return {gate.path: gate.kept for gate in self._keeping if gate.path in paths and gate.kept is not None}
+        kept = {gate.path: gate.extras.kept for gate in self._keeping if gate.path in paths}
+        return {path: projected for path, projected in kept.items() if projected is not None}
 
     def nodes(self, anatomy: AttentionAnatomy) -> dict[Projection, Tensor]:
         """With gradients, the pre-rotary heads of this step that the model went on from."""
@@ -156,7 +158,7 @@ class Run:
         self.masks.clear()
         self._nodes.clear()
         for gate in self._keeping:
-            gate.kept = None
+            gate.extras.kept = None
 
     def _open(self, slot: Slot) -> None:
         """A block waits at a site that nothing looks at yet."""
@@ -165,7 +167,7 @@ class Run:
         if port in (Port.INPUT, Port.OUTPUT):
             self._gate(path)
         elif port is Port.PROJECT:
-            self._gate(path).around = self._around_router(slot)
+            self._gate(path).extras.around = self._around_router(slot)
         else:
             self._listen()
         if port is Port.ATTEND and "prerotary" in "".join(worker.wanted for worker in self.interleaver.workers):
@@ -181,7 +183,7 @@ class Run:
             if tap.anatomy.dispatched:
                 self._connected[gate.module] = tap
             else:
-                gate.around = self._around_attention(tap)
+                gate.extras.around = self._around_attention(tap)
         SWITCHBOARD.connect(self._connected)
 
     def _around_attention(self, tap: AttentionTap) -> Any:
@@ -219,8 +221,8 @@ class Run:
     def _keep_projections(self, anatomy: AttentionAnatomy) -> None:
         for projection in projections(anatomy):
             gate = self._gate(projection.site.path)
-            if not gate.keep_output:
-                gate.keep_output = True
+            if not gate.extras.keep_output:
+                gate.extras.keep_output = True
                 self._keeping.append(gate)
             if self.gradients and projection.repeat == 1:
                 gate.change_output(partial(self._through_heads, projection))

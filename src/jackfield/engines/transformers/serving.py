@@ -48,9 +48,9 @@ class Serving:
     def channel(self, name: str, layer: int | None, call: int | None) -> Channel:
         """The channel of a name; Unavailable with the reason."""
         key = (name, layer, call)
-        if key not in self._made:
-            self._made[key] = self._root(name) if layer is None else self._layer(name, layer, call)
-        made = self._made[key]
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = self._root(name) if layer is None else self._layer(name, layer, call)
         if isinstance(made, Missing):
             raise Unavailable(f"{_title(name, layer)} is not available: {made.reason}")
         return made
