@@ -93,6 +93,7 @@ def _differences(value: Tensor, wanted: Tensor) -> Iterator[tuple[str, Any, Any]
 
 SMALL_BYTES: Final = 1 << 16
 """A copy up to this size is kept until its step is over: that is cheaper than a witness of it that has no memory."""
+MANY: Final = 32
 _Leaves = list[tuple[Tensor, torch.Size, int]]
 
 
@@ -191,6 +192,7 @@ class Worker:
         self.finalize: Callable[[], None] = lambda: None
         self._held: list[_Held] = []
         self._past: list[_Held] = []  # what the block has moved past
+        self._many = MANY  # of them, after which those that nobody has any more are forgotten
         self._modes = BlockModes()
         self._engine: greenlet.greenlet | None = None
         self._greenlet = _BlockGreenlet(self._run)
@@ -311,6 +313,7 @@ class Worker:
         """Waits until `step` begins; False when the request ends before."""
         self.move_on()
         self._check_past()
+        self._forget_past()
         if step < self.interleaver.step:
             raise OutOfOrder(f"Step {step} was asked for in step {self.interleaver.step}: steps come in order, once.")
         if step == self.interleaver.step:
@@ -335,14 +338,13 @@ class Worker:
             if held.changed:
                 self._settle()
                 break
-        past = self._past
-        if past and not past[-1].anywhere and not past[-1].changed:  # a loop's variable: it is another's now
-            past.pop()
         for held in self._held:
             held.let_go()
-            past.append(held)
+        self._past += self._held
         self._held = []
         self.passing = None
+        if len(self._past) > self._many:
+            self._forget_past()
 
     def _wait(self, slot: Slot | None, wanted: str) -> Any:
         self.slot, self.wanted, self.waiting_step = slot, wanted, self.step
@@ -405,7 +407,11 @@ class Worker:
                     f"{name} of step {past.step} was changed in place after the block had moved past it, so the change "
                     "could not reach the model. Change it before the next read, or `.clone()` it for scratch."
                 )
-        self._past = [past for past in self._past if past.anywhere]
+
+    def _forget_past(self) -> None:
+        """Lets go of the copies that nobody has any more, and that are as they were."""
+        self._past = [past for past in self._past if past.anywhere or past.changed]
+        self._many = 2 * len(self._past) + MANY
 
     def _too_late(self, name: str) -> str:
         stood = self.slot is not None and self.waiting_step <= self.interleaver.step

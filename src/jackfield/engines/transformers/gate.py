@@ -53,6 +53,8 @@ class Call:
 
     def tensor(self, site: Site) -> Tensor:
         """The tensor at one of this module's sites."""
+        if site.key is None and site.port is Port.OUTPUT and isinstance(self.output, Tensor):
+            return self.output
         found = self.argument(site.key) if site.port is Port.INPUT else self.result(site.key)
         if not isinstance(found, Tensor):
             raise Unavailable(f"{site} holds a {type(found).__name__} in this call, not a tensor.")

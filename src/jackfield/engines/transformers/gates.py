@@ -29,6 +29,22 @@ class Place:
     inside: tuple[Site, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """The gates of a place, and where in the tree their modules stood when they were made."""
+
+    gates: tuple[Gate, ...]
+    links: tuple[tuple[dict[str, nn.Module], str, nn.Module], ...]
+
+    @property
+    def as_before(self) -> bool:
+        """Whether they stand there still."""
+        for held_by, name, module in self.links:  # noqa: SIM110 - all() takes twice the time
+            if held_by.get(name) is not module:
+                return False
+        return True
+
+
 class Gates:
     """The gates of one model, the table of its slots, and how many forward passes they have seen."""
 
@@ -37,6 +53,7 @@ class Gates:
         self.slots: dict[Site, Slot] = {}
         self.clock = 0
         self._made: dict[str, Gate] = {}
+        self._standing: dict[str, _Standing] = {}
         self._names: dict[str, tuple[str, str]] = {}
         self._holders: dict[str, dict[str, nn.Module]] = {}
         self._above: dict[str, tuple[str, ...]] = {}
@@ -47,6 +64,19 @@ class Gates:
         if made is None or made.module is not module:
             made = self._made[path] = Gate(module, path, self._slot)
         return made
+
+    def gates_of(self, name: str) -> tuple[Gate, ...]:
+        """The gates of the modules where a value passes, those around them first."""
+        standing = self._standing.get(name)
+        if standing is None or not standing.as_before:
+            standing = self._standing[name] = self._stand(self.places[name].paths)
+        return standing.gates
+
+    def _stand(self, paths: Sequence[str]) -> _Standing:
+        names = [path.split(".") for path in paths if path]
+        trees = dict.fromkeys(".".join(each[:end]) for each in names for end in range(1, len(each) + 1))
+        links = tuple((self._holder(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in trees)
+        return _Standing(tuple(map(self.gate, paths)), tuple((holder, name, holder[name]) for holder, name in links))
 
     def above(self, path: str) -> tuple[str, ...]:
         """The paths of the modules that hold this one, without those that are never called, such as a ModuleList."""
@@ -111,10 +141,14 @@ class Gates:
         if names is None:
             above, _, name = path.rpartition(".")
             names = self._names[path] = above, name
-        holder = self._holders.get(names[0])
+        return self._holder(names[0])[names[1]]
+
+    def _holder(self, path: str) -> dict[str, nn.Module]:
+        """The modules below the one at `path`."""
+        holder = self._holders.get(path)
         if holder is None:
-            holder = self._holders[names[0]] = self._module(names[0]).__dict__["_modules"]
-        return holder[names[1]]
+            holder = self._holders[path] = self._module(path).__dict__["_modules"]
+        return holder
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -127,17 +127,19 @@ class Run:
         unnamed = bool(self._names & DYNAMIC_NAMES)
         for name, place in self._gates.places.items():
             if unnamed or name in self._names:
-                self._look_at(place)
+                self._look_at(name, place)
         if unnamed or self._names & OF_THE_OP:
             self._listen()
         if unnamed or self._names & PREROTARY:
             for attention in self._attentions():
                 self._keep_projections(attention)
 
-    def _look_at(self, place: Place) -> None:
-        for path in place.paths:
-            if path not in self._up:
-                self._put_up_at(path)
+    def _look_at(self, name: str, place: Place) -> None:
+        up, interleaver = self._up, self.interleaver
+        for gate in self._gates.gates_of(name):
+            if gate.path not in up:
+                up[gate.path] = gate
+                gate.put_up(interleaver)
         for site in place.inside:
             self._open(self.interleaver.slot(site))
 
