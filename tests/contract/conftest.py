@@ -70,13 +70,16 @@ ENGINES: Mapping[str, Callable[[], Subject]] = MappingProxyType(
 )
 """Each builds its Subject when a test first asks for it."""
 
+# vLLM's tests run in processes of their own.
+MARKS: Mapping[str, pytest.MarkDecorator] = MappingProxyType({"vllm": pytest.mark.vllm})
+
 
 @cache
 def subject(name: str) -> Subject:
     return ENGINES[name]()
 
 
-@pytest.fixture(params=list(ENGINES))
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in ENGINES])
 def engine(request: pytest.FixtureRequest) -> Subject:
     return subject(request.param)
 

@@ -49,10 +49,7 @@ def test_positions_are_absolute(model: jf.Model, prompts: list[list[int]]) -> No
     assert seen == [[list(range(len(prompt))), [len(prompt)], [len(prompt) + 1]] for prompt in prompts]
 
 
-@settings(
-    max_examples=12,
-    deadline=None,
-)
+@settings(max_examples=12)
 @given(
     steps=st.lists(st.integers(0, 7), unique=True).map(sorted), max_tokens=st.integers(1, 5), length=st.integers(1, 9)
 )

@@ -5,12 +5,12 @@ import importlib.util
 import pytest
 
 import jackfield as jf
-from tests.contract.conftest import ENGINES, Subject, subject
+from tests.contract.conftest import ENGINES, MARKS, Subject, subject
 
 HERE = [name for name in ENGINES if name != "vllm" or importlib.util.find_spec("vllm") is not None]
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in HERE])
 def engine(request: pytest.FixtureRequest) -> Subject:
     return subject(request.param)
 

@@ -100,7 +100,7 @@ def blocks(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(body=st.recursive(simple, blocks, max_leaves=5), place=st.sampled_from(["module", "function", "closure"]))
 def test_any_body_computes_what_running_it_would_compute(body: str, place: str) -> None:
     end = "\nresults = [x, y, outer]"
