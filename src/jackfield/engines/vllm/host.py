@@ -11,8 +11,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from jackfield.engines.vllm.alike import Alike, Randomness
 from jackfield.engines.vllm.companion import Companion, Fate
 from jackfield.engines.vllm.forward_pass import FINAL_NORM, LOGITS, ForwardPass, Placed
+from jackfield.engines.vllm.parts import Ranks
 from jackfield.engines.vllm.recorder import PLAIN, PROBE, Recorder, rows_of
 from jackfield.engines.vllm.rows import Row
 from jackfield.engines.vllm.shipping import Ends, loads
@@ -28,7 +30,8 @@ MOST_FATES: Final = 4096
 class Host:
     """The traced requests of one worker process, by vLLM's request ids and by the client's names."""
 
-    def __init__(self, sites: Sequence[Site]) -> None:
+    def __init__(self, sites: Sequence[Site], ranks: Ranks, seed: int) -> None:
+        self._ranks, self._seed = ranks, seed
         self.slots: dict[Site, Slot] = {}
         self.numbered = [self.slot(site) for site in sites]
         self.companions: dict[str, Companion] = {}
@@ -76,7 +79,7 @@ class Host:
             self.plain, self.recorder = self.recorder, Recorder(request_id, uncompiled=data == PLAIN)
             return
         try:
-            companion = Companion(loads(data, self.ends), self.server, self.model, self.slots)
+            companion = Companion(loads(data, self.ends), self.server, self.model, self.slots, self._alike(name))
         except BaseException as error:  # of the user's own code, which runs when it is unpickled and bound
             self._keep_fate(name, Fate.failed(error))
             self._stillborn.append(request_id)
@@ -84,6 +87,12 @@ class Host:
         self.companions[request_id], self._ids[name] = companion, request_id
         with companion.guarded():
             companion.interleaver.start()
+
+    def _alike(self, name: str) -> Alike | None:
+        """What keeps a block the same on several ranks."""
+        if self._ranks.size == 1:
+            return None
+        return Alike(self._ranks, Randomness(f"{self._seed} {name}", self.server.facts.device))
 
     def armed_for(self, request_ids: Iterable[str]) -> frozenset[Site]:
         """Where a graph over these requests is to be cut: sites of the forward pass, and neither norm nor logits."""
