@@ -89,25 +89,24 @@ class AlikeWorker(Worker):
         self._alike = alike
 
     def resume(self, message: Any) -> None:
-        with self._held_against_others():
-            super().resume(message)
-
-    def throw(self, error: BaseException) -> None:
-        if isinstance(error, GreenletExit):  # nobody waits for it any more
-            super().throw(error)
-            return
-        with self._held_against_others():
-            super().throw(error)
-
-    @contextmanager
-    def _held_against_others(self) -> Generator[None]:
         if self._alike is None:
-            yield
+            super().resume(message)
             return
         with self._alike.randomness.own():
-            yield
-        if not (self._alike.parted and self.error is not None):  # else it knows
-            self._alike.check(self._standing)
+            super().resume(message)
+        self._check_standing(self._alike)
+
+    def throw(self, error: BaseException) -> None:
+        if self._alike is None or isinstance(error, GreenletExit):  # nobody waits for one that is ended
+            super().throw(error)
+            return
+        with self._alike.randomness.own():
+            super().throw(error)
+        self._check_standing(self._alike)
+
+    def _check_standing(self, alike: Alike) -> None:
+        if not (alike.parted and self.error is not None):  # else it has been told
+            alike.check(self._standing)
 
     @property
     def _standing(self) -> str:

@@ -38,7 +38,8 @@ class Ranks:
 
     def gathered(self, part: Tensor) -> Tensor:
         """The parts of all ranks, of one shape, [rank, ...]: a new tensor. To be called on all of them."""
-        return self._group.all_gather(part.contiguous()[None], dim=0)
+        there = part.to(self._group.device).contiguous()
+        return self._group.all_gather(there[None], dim=0).to(part.device)
 
     def told(self, what: Any) -> list[Any]:
         """What each rank says, by rank: any object that can be pickled. To be called on all of them."""
