@@ -39,8 +39,8 @@ class RawJoint:
         if part.shape[-1] != sum(sizes):
             raise Unavailable(
                 f"{name} is not the same on the {self.ranks.size} ranks of this model: each has its own heads, neurons "
-                "or sums. Read the value by its name in the contract (t.support() lists them), or load the model with "
-                "tensor_parallel_size=1."
+                "or sums. Read the value by its name in the contract (model.support() lists them), or load the model "
+                "with tensor_parallel_size=1."
             )
         return self._each(torch.split(own, sizes, -1), SideBySide.join)
 
