@@ -33,7 +33,7 @@ def there_and_back(module: nn.Module, port: str, parts: list[Tensor]) -> list[Te
         assert joint.cut(whole, parts[0].shape[-1]).equal(parts[ranks.rank])
         return whole
 
-    return on_ranks(2, body)
+    return on_ranks(len(parts), body)
 
 
 def test_what_is_the_same_everywhere_is_whole() -> None:
@@ -50,6 +50,20 @@ def test_queries_keys_and_values_in_one_are_joined_each_by_itself() -> None:
     q, k, v = WHOLE.split([8, 2, 2], -1)
     parts = [torch.cat([q[:, :4], k, v], -1), torch.cat([q[:, 4:], k, v], -1)]
     for whole in there_and_back(ColumnParallelLinear(), "output", parts):
+        assert whole.equal(WHOLE)
+
+
+class Attention(nn.Module):
+    """What vLLM's is known by."""
+
+    impl = nn.Identity()
+
+
+@pytest.mark.parametrize("port", ["inputs", "output"])
+def test_what_an_attention_op_takes_and_gives_are_heads(port: str) -> None:
+    for whole in there_and_back(Attention(), port, [WHOLE[:, :6], WHOLE[:, 6:]]):
+        assert whole.equal(WHOLE)
+    for whole in there_and_back(Attention(), port, [WHOLE[:, :6], WHOLE[:, :6], WHOLE[:, 6:], WHOLE[:, 6:]]):
         assert whole.equal(WHOLE)
 
 

@@ -1,8 +1,11 @@
 """Two ranks, each a process with its half of the heads and neurons: values, edits and errors are those of one."""
 
+import multiprocessing
 import random
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from torch import Tensor
 import jackfield as jf
 from tests import zoo
 from tests.engines.transformers.reading import tokens_of
+from tests.engines.vllm import tiny
 from tests.engines.vllm.asking import close, engine_of
 from tests.engines.vllm.families import SEED, Family, Running, running
 from tests.reference.edits import edited_tokens
@@ -29,8 +33,22 @@ FAMILIES = (Family("llama"), Family("falcon/7b"))
 @pytest.fixture(scope="module", params=FAMILIES, ids=str)
 def family(request: pytest.FixtureRequest) -> Generator[Running]:
     """One engine, of two ranks, at a time."""
-    with running(request.param, **RANKS) as found:
+    tiny.need_vllm()
+    with _forked(), running(request.param, **RANKS) as found:
         yield found
+
+
+@contextmanager
+def _forked() -> Generator[None]:
+    """On CPUs vLLM has each rank import everything anew, for half a minute; forked, as on GPUs, they have it already.
+
+    Where torch has threads a fork of this process may hang: there it is left as it is.
+    """
+    executor: Any = import_module("vllm.v1.executor.multiproc_executor")
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.get_num_threads() == 1:
+            patch.setattr(executor, "get_mp_context", lambda: multiprocessing.get_context("fork"))
+        yield
 
 
 def only(family: Running, name: str) -> Running:
@@ -281,31 +299,65 @@ def test_a_block_that_fails_ends_its_request_alone(
 # -- raw places
 
 
-def test_raw_places_are_joined_or_refused(family: Running) -> None:
+def test_raw_places_are_joined(family: Running) -> None:
     only(family, "llama")
 
     def joined(m: Any, t: Any) -> dict[str, Tensor]:
         layer, raw = m.layers[LAYER], m.model.layers[LAYER]
         qkv = raw.self_attn.qkv_proj.output
         found = {"qkv": qkv[0] if isinstance(qkv, tuple) else qkv}
-        found["v"] = layer.attention_values
+        (q, k, v), _ = raw.self_attn.attn.inputs
+        found["flat"] = torch.cat([q, k, v], 1)
+        of_heads = (layer.attention_queries, layer.attention_keys, layer.attention_values)
+        found["operands"] = torch.cat([each[0].transpose(0, 1).flatten(1) for each in of_heads], 1)
+        found["heads"] = raw.self_attn.attn.output
         found["o"] = raw.self_attn.o_proj.input
-        raw.self_attn.o_proj.input[:, -32:] = 0.0  # the last head, which is the second rank's
-        found["attention"], found["premix"] = layer.attention_output, found["o"].clone()
+        found["premix"] = layer.attention_premix[0].flatten(1)
         found["gate_up"] = raw.mlp.gate_up_proj.output[0]
         found["neurons"] = raw.mlp.down_proj.input
         return found
-
-    def spread(m: Any, t: Any) -> None:
-        m.model.layers[LAYER].mlp.act_fn.output.sum()
 
     found = family.model.run(family.prompts[0], joined).returned
     heads, kv_heads, width = 4, 2, 32
     sizes = [heads * width, kv_heads * width, kv_heads * width]
     assert [piece.shape[1] for piece in found["qkv"].split(sizes, 1)] == sizes
-    close(found["qkv"].split(sizes, 1)[2], found["v"][0].transpose(0, 1).flatten(1))
+    close(found["qkv"].split(sizes, 1)[2], found["operands"].split(sizes, 1)[2])
+    close(found["flat"], found["operands"])
+    close(found["heads"], found["premix"])
+    close(found["o"], found["premix"])
     gate, up = found["gate_up"].chunk(2, 1)
     close(torch.nn.functional.silu(gate) * up, found["neurons"])
+
+
+def test_an_edit_of_a_raw_place_is_cut_as_one_of_a_named_value_is(family: Running) -> None:
+    only(family, "llama")
+
+    def raw(m: Any, t: Any) -> list[Tensor]:
+        rows = []
+        for _ in t.iter[:]:
+            m.model.layers[LAYER].self_attn.o_proj.input[:, 32 * HEAD :] = 0.0  # the last head
+            m.model.layers[LAYER].mlp.down_proj.input[:, NEURON] = 2.0
+            rows.append(m.layers[LAYER].layer_output)
+        return rows
+
+    def named(m: jf.Model, t: Any) -> list[Tensor]:
+        rows = []
+        for _ in t.iter[:]:
+            m.layers[LAYER].attention_premix[:, :, HEAD] = 0.0
+            m.layers[LAYER].mlp_activations[..., NEURON] = 2.0
+            rows.append(m.layers[LAYER].layer_output)
+        return rows
+
+    one, other = (family.model.run(family.prompts[0], block, max_tokens=2).returned for block in (raw, named))
+    close(one, other)
+
+
+def test_a_part_is_not_served_for_the_whole(family: Running) -> None:
+    only(family, "llama")
+
+    def spread(m: Any, t: Any) -> None:
+        m.model.layers[LAYER].mlp.act_fn.output.sum()
+
     with pytest.raises(jf.Unavailable, match="not the same on the 2 ranks"):
         family.model.run(family.prompts[0], spread)
 

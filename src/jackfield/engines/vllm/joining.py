@@ -97,6 +97,6 @@ def _nothing(seen: Seen) -> Seen:
 def given_by(ranks: Ranks, projection: Any) -> Joint:
     """How what a module gives is had of its parts, where it is called apart: some leave the sum to what comes after.
 
-    `reduce_results` is vLLM's name in its row-parallel layers, 0.25 to 0.33.
+    `reduce_results` is so named in the row-parallel layers of vLLM 0.32.
     """
     return WHOLE_PART if ranks.size == 1 or getattr(projection, "reduce_results", True) else Summed(ranks)

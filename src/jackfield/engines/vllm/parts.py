@@ -32,7 +32,7 @@ class Ranks:
     """The ranks over which heads and neurons are spread: vLLM's tensor-parallel group, as this process has it."""
 
     def __init__(self) -> None:
-        self._group = foreign("vllm.distributed", "get_tp_group")()  # its names are those of 0.25 to 0.33
+        self._group = foreign("vllm.distributed", "get_tp_group")()  # what is asked of it is so named in 0.32
         self.size: int = self._group.world_size
         self.rank: int = self._group.rank_in_group
 
@@ -49,7 +49,8 @@ class Ranks:
 
     def agree(self, what: str) -> bool:
         """Whether all ranks say the same. To be called on all of them."""
-        own = torch.tensor([int.from_bytes(hashlib.blake2b(what.encode(), digest_size=7).digest())])
+        digest = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=7).digest())
+        own = torch.tensor([digest], device="cpu")  # whatever a block has made its default
         said = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(said, own, group=self._group.cpu_group)
         return all(torch.equal(other, own) for other in said)

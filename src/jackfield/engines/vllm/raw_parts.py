@@ -11,21 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from jackfield.engines.vllm.parts import Ranks, SideBySide
+from jackfield.engines.vllm.structure import is_listened_to
 from jackfield.errors import Unavailable
 from jackfield.interleave.site import Port
 
 
 @dataclass(frozen=True, slots=True)
 class RawJoint:
-    """How the parts of one raw place's tensors are joined: `pieces` of the last axis, each side by side over ranks."""
+    """How the parts of one raw place's tensors are joined: `pieces` of the last axis, each side by side over ranks.
+
+    `heads`: a tensor is heads, of which several ranks may have the same; how many do, their numbers tell.
+    """
 
     ranks: Ranks
     pieces: Sequence[tuple[int, SideBySide]]
+    heads: bool
 
     @classmethod
     def of(cls, ranks: Ranks, root: nn.Module, path: str, port: str) -> "RawJoint":
         """For a place of a module: `port` is "input", "inputs" or "output"."""
-        return cls(ranks, _pieces(ranks, root.get_submodule(path), port))
+        module = root.get_submodule(path)
+        return cls(ranks, _pieces(ranks, module, port), is_listened_to(module))
 
     def join(self, part: Tensor, name: str) -> Tensor:
         """The whole of a tensor; Unavailable where ranks differ in it, and nothing says how."""
@@ -33,8 +39,11 @@ class RawJoint:
             return part
         own = part.contiguous()
         parts = self.ranks.gathered(own.view(torch.uint8))
-        if all(torch.equal(other, parts[0]) for other in parts):
+        repeat = _repeat(parts)
+        if repeat == self.ranks.size:
             return part
+        if self.heads:
+            return SideBySide(self.ranks, repeat).join(own, -1)
         sizes = [size for size, _ in self.pieces]
         if part.shape[-1] != sum(sizes):
             raise Unavailable(
@@ -48,6 +57,8 @@ class RawJoint:
         """This rank's part, `width` wide, of a tensor that `join` made."""
         if whole.shape[-1] == width:
             return whole
+        if self.heads:
+            return SideBySide(self.ranks, self.ranks.size * width // whole.shape[-1]).cut(whole, -1)
         sizes = [joint.count(size) for size, joint in self.pieces]
         return self._each(torch.split(whole, sizes, -1), SideBySide.cut)
 
@@ -56,8 +67,19 @@ class RawJoint:
         return torch.cat([made(joint, piece, -1) for joint, piece in zip(joints, pieces, strict=True)], -1)
 
 
+def _repeat(parts: Tensor) -> int:
+    """How many ranks in a row have the same, at most."""
+    size = parts.shape[0]
+    counts = (count for count in range(size, 0, -1) if size % count == 0)
+    return next(
+        count
+        for count in counts
+        if all(torch.equal(part, parts[rank - rank % count]) for rank, part in enumerate(parts))
+    )
+
+
 def _pieces(ranks: Ranks, module: Any, port: str) -> list[tuple[int, SideBySide]]:
-    """Of vLLM's linear layers, by its names of 0.25 to 0.33; of all else nothing is known."""
+    """Of vLLM's linear layers, by its names of 0.32; of all else nothing is known."""
     kinds = {base.__name__ for base in type(module).__mro__}
     if "RowParallelLinear" in kinds and port != Port.OUTPUT and module.input_is_parallel:
         return [(module.input_size_per_partition, SideBySide(ranks))]
