@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from jackfield.engines.vllm.worker_engine import WorkerEngine
 
 NO_HEADS = "no module of this attention gives these before the rotary embedding"
+UNHEARD = "it was not heard in the probe"
 Found = Channel | str
 
 
@@ -142,7 +143,7 @@ class Describer:
 
     def _stream(self, title: str, site: Site, *, summed: bool = False, factor: float = 1.0) -> Found:
         if site not in self.joints:
-            return DIFFERS
+            return DIFFERS if site in self.of else UNHEARD
         return StreamChannel(title, site, summed=summed, factor=factor, joint=self.joints[site])
 
     @property
@@ -173,6 +174,8 @@ class Describer:
         if block.op is None or block.reason is not None:
             return dict.fromkeys(ATTENTION_VALUES, block.reason or "this layer has no attention")
         facts, op = self._whole_facts(block.op), block.op
+        if any(site in self.of and site not in self.joints for site in _op_sites(op)):
+            return dict.fromkeys(ATTENTION_VALUES, DIFFERS)
         q, k, v, written = self._op_joints(op)
         return {
             **self._prerotary(title, block, facts),
@@ -191,8 +194,7 @@ class Describer:
 
     def _op_joints(self, op: str) -> list[Joint]:
         """Of the queries, keys, values and head outputs of an attention op; one that was not heard is whole."""
-        sites = (*(Site(op, Port.ATTEND, which) for which in "qkv"), Site(op, Port.HEADS))
-        return [self.joints.get(site, WHOLE_PART) for site in sites]
+        return [self.joints.get(site, WHOLE_PART) for site in _op_sites(op)]
 
     def _whole_facts(self, op: str) -> OpFacts:
         """What an attention op is set to, with the heads of all ranks."""
@@ -308,6 +310,11 @@ class Describer:
             dtype=self.dtype,
             device=torch.device(self.engine.runner.device),
         )
+
+
+def _op_sites(op: str) -> tuple[Site, ...]:
+    """Where an attention op receives queries, keys and values, and where it gives its head outputs."""
+    return *(Site(op, Port.ATTEND, which) for which in "qkv"), Site(op, Port.HEADS)
 
 
 ATTENTION_VALUES = tuple(value.name for value in declared(AttentionValues))
