@@ -16,6 +16,7 @@ def config(speculative: Any = None, cache_dtype: str = "auto", **parallel: Any) 
         "prefill_context_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "tensor_parallel_size": 1,
+        "distributed_executor_backend": "mp",
     }
     return SimpleNamespace(
         speculative_config=speculative,
@@ -29,6 +30,10 @@ def test_the_usual_settings_are_no_obstacle(dtype: str) -> None:
     assert untraceable(config(cache_dtype=dtype)) is None
 
 
+def test_several_ranks_are_no_obstacle() -> None:
+    assert untraceable(config(tensor_parallel_size=2)) is None
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
@@ -37,7 +42,7 @@ def test_the_usual_settings_are_no_obstacle(dtype: str) -> None:
         (config(decode_context_parallel_size=2), "decode_context_parallel_size=2"),
         (config(prefill_context_parallel_size=4), "prefill_context_parallel_size=4"),
         (config(pipeline_parallel_size=2), "pipeline_parallel_size=2"),
-        (config(tensor_parallel_size=2), "tensor_parallel_size=2"),
+        (config(tensor_parallel_size=2, distributed_executor_backend="external_launcher"), "external_launcher"),
         (config(cache_dtype="fp8"), "kv_cache_dtype='fp8'"),
         (config(cache_dtype="fp8_ds_mla"), "kv_cache_dtype='fp8_ds_mla'"),
     ],

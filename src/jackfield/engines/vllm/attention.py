@@ -14,6 +14,7 @@ from torch import Tensor
 from jackfield.engines.transformers.attention_call import NEGATIVE_INFINITY
 from jackfield.engines.transformers.beside import Beside, Masks
 from jackfield.engines.transformers.heads import cut
+from jackfield.engines.vllm.parts import WHOLE_PART, Joint
 from jackfield.errors import Unavailable
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.step import Rows
@@ -165,34 +166,38 @@ class PagedAttention:
 class OperandChannel(Channel):
     """Queries, keys or values as the attention op receives them: this step's rows, [1, heads, token, width]."""
 
-    def __init__(self, name: str, op: str, which: str, *, writable: bool = True) -> None:
-        self.name, self.which, self.writable = name, which, writable
+    def __init__(self, name: str, op: str, which: str, joint: Joint, *, writable: bool = True) -> None:
+        self.name, self.which, self.joint, self.writable = name, which, joint, writable
         self.memory = f"{op}.{which}" if writable else name
         self.site = Site(op, Port.ATTEND)
 
     def read(self, passing: PagedAttention, worker: Worker, selection: Selection) -> Tensor:
         rows = passing.own[self.which]
-        return rows[_mesh(rows, selection)].transpose(0, 1).clone(memory_format=torch.contiguous_format)[None]
+        picked = rows if selection.tokens is None else rows[list(selection.tokens)]
+        heads = self.joint.join(picked, 1).transpose(0, 1)
+        picked = heads if selection.heads is None else heads[list(selection.heads)]
+        return picked.clone(memory_format=torch.contiguous_format)[None]
 
     def write(self, passing: PagedAttention, worker: Worker, selection: Selection, value: Tensor) -> None:
         rows = passing.own[self.which]
-        rows[_mesh(rows, selection)] = value[0].transpose(0, 1)
+        places, own = self.joint.own(selection, rows.shape[1])
+        rows[_mesh(rows, own)] = value[0, places].transpose(0, 1)
         passing.edit(self.which)
 
 
 class PrerotaryChannel(Channel):
     """Queries or keys before the rotary embedding, [1, heads, token, d_head]: a cut of what was kept."""
 
-    def __init__(self, name: str, op: str, projection: Projection) -> None:
+    def __init__(self, name: str, op: str, projection: Projection, joint: Joint) -> None:
         self.name = self.memory = name
-        self.writable, self.projection = False, projection
+        self.writable, self.projection, self.joint = False, projection, joint
         self.site = Site(op, Port.ATTEND)
 
     def read(self, passing: PagedAttention, worker: Worker, selection: Selection) -> Tensor:
         kept = passing.before(self.projection.site)
         if kept is None:
             raise Unavailable(f"{self.name} passes before it was asked for; name it in the block so that it is kept.")
-        heads = cut(kept[None], self.projection)
+        heads = cut(self.joint.join(kept, -1)[None], self.projection)
         if selection.heads is not None:
             heads = heads[:, list(selection.heads)]
         picked = heads if selection.tokens is None else heads[:, :, list(selection.tokens)]
@@ -202,17 +207,69 @@ class PrerotaryChannel(Channel):
 class CachedChannel(Channel):
     """Keys or values of all of the request so far, [1, kv_head, key, width]. They can be read only."""
 
-    def __init__(self, name: str, op: str, which: int) -> None:
-        self.name, self.which, self.writable = name, which, False
+    def __init__(self, name: str, op: str, which: int, joint: Joint) -> None:
+        self.name, self.which, self.joint, self.writable = name, which, joint, False
         self.memory = f"{op}.{'kv'[which]}"
         self.site = Site(op, Port.ATTEND)
 
     def read(self, passing: PagedAttention, worker: Worker, selection: Selection) -> Tensor:
-        held = passing.cached[self.which]
+        held = self.joint.join(passing.cached[self.which], 1)
         return (held if selection.heads is None else held[:, list(selection.heads)]).clone()
+
+
+class ScoresChannel(Channel):
+    """What enters the softmax, or with `pattern` what leaves it: [1, head, token, key], float32.
+
+    Computed of this rank's heads and then joined: keys stay where they are.
+    """
+
+    def __init__(self, name: str, op: str, joint: Joint, *, pattern: bool) -> None:
+        self.name = self.memory = name
+        self.joint, self.pattern, self.writable = joint, pattern, True
+        self.site = Site(op, Port.PATTERN if pattern else Port.SCORES)
+
+    def read(self, passing: PagedAttention, worker: Worker, selection: Selection) -> Tensor:
+        made = passing.pattern if self.pattern else passing.scores
+        if self.joint is WHOLE_PART:
+            return made(worker.rows, selection)
+        whole = self.joint.join(made(worker.rows, Selection(tokens=selection.tokens)), 1)
+        return whole if selection.heads is None else whole[:, list(selection.heads)]
+
+    def write(self, passing: PagedAttention, worker: Worker, selection: Selection, value: Tensor) -> None:
+        places, own = self.joint.own(selection, passing.own["q"].shape[1])
+        if own.heads != ():
+            write = passing.write_pattern if self.pattern else passing.write_scores
+            write(worker.rows, own, value[:, places])
+
+
+class HeadOutputsChannel(Channel):
+    """What each head writes, before gate and output projection: [1, token, head, d_value]."""
+
+    def __init__(self, name: str, op: str, joint: Joint) -> None:
+        self.name = self.memory = name
+        self.joint, self.writable = joint, True
+        self.site = Site(op, Port.HEADS)
+
+    def read(self, passing: PagedAttention, worker: Worker, selection: Selection) -> Tensor:
+        rows = self._rows(passing)
+        picked = rows if selection.tokens is None else rows[list(selection.tokens)]
+        heads = self.joint.join(picked, 1)
+        picked = heads if selection.heads is None else heads[:, list(selection.heads)]
+        return picked.clone(memory_format=torch.contiguous_format)[None]
+
+    def write(self, passing: PagedAttention, worker: Worker, selection: Selection, value: Tensor) -> None:
+        rows = self._rows(passing)
+        places, own = self.joint.own(selection, rows.shape[1])
+        rows[_mesh(rows, own)] = value[0][:, places]
+
+    @staticmethod
+    def _rows(passing: PagedAttention) -> Tensor:
+        assert passing.outputs is not None
+        return passing.outputs[0]
 
 
 def _mesh(rows: Tensor, selection: Selection) -> Any:
     tokens = range(rows.shape[0]) if selection.tokens is None else selection.tokens
     heads = range(rows.shape[1]) if selection.heads is None else selection.heads
-    return torch.tensor(tokens, device=rows.device)[:, None], torch.tensor(heads, device=rows.device)
+    picked = [torch.tensor(each, dtype=torch.long, device=rows.device) for each in (tokens, heads)]
+    return picked[0][:, None], picked[1]

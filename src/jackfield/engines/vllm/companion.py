@@ -8,12 +8,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from jackfield.engines.vllm.alike import Alike, AlikeWorker
 from jackfield.engines.vllm.graphs import armed_site
 from jackfield.engines.vllm.shipping import Shipment
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Channel, Selection, Slot, Worker
+from jackfield.interleave.worker import Channel, Selection, Slot
 from jackfield.trace.tracer import Tracer
 from jackfield.values.tree import RAW_NAMES
 
@@ -37,11 +38,11 @@ class Fate:
         return cls(error=error) if isinstance(error, Exception) else cls(interrupt=error)
 
 
-class TracedWorker(Worker):
+class TracedWorker(AlikeWorker):
     """A worker that keeps what its block writes in a pass, by the site, so that the pass can be run again."""
 
-    def __init__(self, rows: Rows) -> None:
-        super().__init__(rows)
+    def __init__(self, rows: Rows, alike: Alike | None) -> None:
+        super().__init__(rows, alike)
         self.written: dict[Site, list[tuple[Channel, Selection, Any]]] = {}
         self.wrote = False  # in this pass or an earlier one
 
@@ -63,7 +64,9 @@ class Companion:
     per position, and what it edited is in these, since nothing else of an earlier position reaches a later one.
     """
 
-    def __init__(self, shipment: Shipment, engine: Any, model: Any, slots: dict[Site, Slot]) -> None:
+    def __init__(
+        self, shipment: Shipment, engine: Any, model: Any, slots: dict[Site, Slot], alike: Alike | None
+    ) -> None:
         device: torch.device = engine.facts.device
         self.name = shipment.name
         self.prompt_length = len(shipment.prompt_token_ids)
@@ -71,7 +74,7 @@ class Companion:
         self.kept: Mapping[str, tuple[Tensor, Tensor]] = {}
         self.wanted: set[Site] = set()  # where a graph is to be cut for it
         self.last: Site | None = None  # the site that it came to last, in this step
-        self.worker = TracedWorker(Rows(0, 0, self.prompt_length))
+        self.worker = TracedWorker(Rows(0, 0, self.prompt_length), alike)
         self.tracer = Tracer(self.worker, device, shipment.prompt, shipment.prompt_token_ids)
         self.worker.owner, self.worker.finalize = engine, self.tracer.finalize
         self.interleaver = Interleaver([self.worker], lambda slot: None, slots)

@@ -2,17 +2,27 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from jackfield.engines.engine import Facts
-from jackfield.engines.transformers.channels import HeadOutputsChannel, ScoresChannel
-from jackfield.engines.vllm.attention import CachedChannel, OperandChannel, OpFacts, PrerotaryChannel, op_facts
+from jackfield.engines.vllm.attention import (
+    CachedChannel,
+    HeadOutputsChannel,
+    OperandChannel,
+    OpFacts,
+    PrerotaryChannel,
+    ScoresChannel,
+    op_facts,
+)
 from jackfield.engines.vllm.description import Description, LayerDescription
 from jackfield.engines.vllm.embedding import has_scaled_embedding
 from jackfield.engines.vllm.forward_pass import FINAL_NORM, LOGITS
+from jackfield.engines.vllm.joining import DIFFERS, given_by, joined
+from jackfield.engines.vllm.parts import WHOLE_PART, Joint
 from jackfield.engines.vllm.passing import (
     HeadResultsChannel,
     HeadsChannel,
@@ -36,19 +46,22 @@ if TYPE_CHECKING:
     from jackfield.engines.vllm.worker_engine import WorkerEngine
 
 NO_HEADS = "no module of this attention gives these before the rotary embedding"
+UNHEARD = "it was not heard in the probe"
 Found = Channel | str
 
 
 class Describer:
     """Reads one loaded model."""
 
-    def __init__(self, engine: "WorkerEngine", seen: Sequence[Seen]) -> None:
-        self.engine, self.seen = engine, seen
-        self.of = {each.site: each for each in seen}  # in the order of the pass
+    def __init__(self, engine: "WorkerEngine", heard: Sequence[Seen]) -> None:
+        self.engine = engine
         self.modules = named(engine.loaded)
         config: Any = engine.runner.model_config
         self.dtype: torch.dtype = config.dtype
         self.near = Tolerance.of(self.dtype)
+        seen, self.joints = joined(engine.ranks, engine.structure, heard, self.near)
+        self.seen = seen
+        self.of = {each.site: each for each in seen}  # in the order of the pass
         summed = halves(engine.structure, seen, self._renorm, self.near)
         blocks = engine.structure.blocks
         dead = [block.path for block in blocks if Site(block.path, Port.OUTPUT) not in self.of]
@@ -112,7 +125,7 @@ class Describer:
     def _root(self) -> dict[str, Found]:
         return {
             "token_embeddings": self._embedding(),
-            "final_norm_output": StreamChannel("final_norm_output", self._final_norm()),
+            "final_norm_output": self._stream("final_norm_output", self._final_norm()),
             "logits": LogitsChannel("logits", LOGITS),
             "next_token_probabilities": LogitsChannel("next_token_probabilities", LOGITS, softmax=True),
         }
@@ -126,7 +139,12 @@ class Describer:
         if has_scaled_embedding(self.engine.runner.model_config.hf_config) and given.shape == entering.shape:
             factor = float((given * entering).sum() / given.square().sum())
             factor = factor if self.near.same(given * factor, entering) else 1.0
-        return StreamChannel("token_embeddings", site, factor=factor)
+        return self._stream("token_embeddings", site, factor=factor)
+
+    def _stream(self, title: str, site: Site, *, summed: bool = False, factor: float = 1.0) -> Found:
+        if site not in self.joints:
+            return DIFFERS if site in self.of else UNHEARD
+        return StreamChannel(title, site, summed=summed, factor=factor, joint=self.joints[site])
 
     @property
     def seen_stream(self) -> Tensor:
@@ -148,29 +166,44 @@ class Describer:
             found[name] = (
                 value.reason
                 if isinstance(value, Missing)
-                else StreamChannel(title, value.site, summed=value.summed, factor=value.factor)
+                else self._stream(title, value.site, summed=value.summed, factor=value.factor)
             )
         return found | self._attention(f"layers.{number}", block, reading)
 
     def _attention(self, title: str, block: BlockStructure, reading: LayerReading) -> dict[str, Found]:
         if block.op is None or block.reason is not None:
             return dict.fromkeys(ATTENTION_VALUES, block.reason or "this layer has no attention")
-        facts, op = op_facts(self.modules[block.op]), block.op
-        call: Any = None  # an op here is called once: its sites are without a number
+        facts, op = self._whole_facts(block.op), block.op
+        if any(site in self.of and site not in self.joints for site in _op_sites(op)):
+            return dict.fromkeys(ATTENTION_VALUES, DIFFERS)
+        q, k, v, written = self._op_joints(op)
         return {
             **self._prerotary(title, block, facts),
-            "attention_queries": OperandChannel(f"{title}.attention_queries", op, "q"),
-            "attention_keys": OperandChannel(f"{title}.attention_keys", op, "k"),
-            "attention_values": OperandChannel(f"{title}.attention_values", op, "v"),
-            "attention_cached_keys": CachedChannel(f"{title}.attention_cached_keys", op, 0),
-            "attention_cached_values": CachedChannel(f"{title}.attention_cached_values", op, 1),
-            "attention_scores": ScoresChannel(f"{title}.attention_scores", op, call, pattern=False),
-            "attention_probabilities": ScoresChannel(f"{title}.attention_probabilities", op, call, pattern=True),
-            "attention_head_outputs": HeadOutputsChannel(f"{title}.attention_head_outputs", op, call),
+            "attention_queries": OperandChannel(f"{title}.attention_queries", op, "q", q),
+            "attention_keys": OperandChannel(f"{title}.attention_keys", op, "k", k),
+            "attention_values": OperandChannel(f"{title}.attention_values", op, "v", v),
+            "attention_cached_keys": CachedChannel(f"{title}.attention_cached_keys", op, 0, k),
+            "attention_cached_values": CachedChannel(f"{title}.attention_cached_values", op, 1, v),
+            "attention_scores": ScoresChannel(f"{title}.attention_scores", op, q, pattern=False),
+            "attention_probabilities": ScoresChannel(f"{title}.attention_probabilities", op, q, pattern=True),
+            "attention_head_outputs": HeadOutputsChannel(f"{title}.attention_head_outputs", op, written),
             **self._premix(title, facts, reading.output_projection),
             **self._unwitnessed(op, facts),
             **self._unread(op),
         }
+
+    def _op_joints(self, op: str) -> list[Joint]:
+        """Of the queries, keys, values and head outputs of an attention op; one that was not heard is whole."""
+        return [self.joints.get(site, WHOLE_PART) for site in _op_sites(op)]
+
+    def _whole_facts(self, op: str) -> OpFacts:
+        """What an attention op is set to, with the heads of all ranks."""
+        own = op_facts(self.modules[op])
+        q, k, *_ = self._op_joints(op)
+        device = self.engine.runner.device
+        slopes, sinks = (None if each is None else q.join(each.to(device), 0) for each in (own.slopes, own.sinks))
+        heads, kv_heads = q.count(own.num_heads), k.count(own.num_kv_heads)
+        return replace(own, slopes=slopes, sinks=sinks, num_heads=heads, num_kv_heads=kv_heads)
 
     def _unread(self, op: str) -> dict[str, Found]:
         """Layers that choose their keys: in chunks, beside static sinks, or across from an encoder."""
@@ -191,10 +224,13 @@ class Describer:
         if path is None:
             return dict.fromkeys(("attention_premix", "attention_head_results"), "no output projection was found")
         site, projection = Site(path, Port.INPUT), self.modules[path]
+        if site not in self.joints:
+            return dict.fromkeys(("attention_premix", "attention_head_results"), DIFFERS)
+        premix, given = self.joints[site], given_by(self.engine.ranks, projection)
         return {
-            "attention_premix": HeadsChannel(f"{title}.attention_premix", site, facts.num_heads),
+            "attention_premix": HeadsChannel(f"{title}.attention_premix", site, facts.num_heads, premix),
             "attention_head_results": HeadResultsChannel(
-                f"{title}.attention_head_results", site, facts.num_heads, projection
+                f"{title}.attention_head_results", site, facts.num_heads, premix, projection, given
             ),
         }
 
@@ -211,17 +247,19 @@ class Describer:
         """What the op receives where nothing rotates it."""
         assert block.op is not None
         received = self.of.get(Site(block.op, Port.ATTEND, which))
-        if received is None:
+        if received is None or received.site not in self.joints:
             return NO_HEADS
-        unrotated = OperandChannel(name, block.op, which, writable=False)
+        unrotated = OperandChannel(name, block.op, which, self.joints[received.site], writable=False)
         places = [Site(path, Port.OUTPUT) for path in block.makers]
         heads = received.x.reshape(received.x.shape[0], count, -1)
         ahead = itertools.takewhile(lambda seen: seen.site != received.site, self.of.values())
-        projection = find_heads([seen for seen in ahead if seen.site in places], heads, self.dtype)
+        made = [seen for seen in ahead if seen.site in places and seen.site in self.joints]
+        projection = find_heads(made, heads, self.dtype)
         if projection is None:
             return NO_HEADS
         is_plain = not is_rotated(projection, self.of[projection.site].x, heads, self.near)
-        return unrotated if is_plain else PrerotaryChannel(name, block.op, projection)
+        before = self.joints[projection.site]
+        return unrotated if is_plain else PrerotaryChannel(name, block.op, projection, before)
 
     # -- plain facts
 
@@ -231,7 +269,7 @@ class Describer:
             attention: AttentionAnatomy | Missing = Missing(block.reason or "this layer has no attention")
             facts = None
         else:
-            facts = op_facts(self.modules[block.op])
+            facts = self._whole_facts(block.op)
             attention = AttentionAnatomy(
                 block.op,
                 dispatched=True,
@@ -272,6 +310,11 @@ class Describer:
             dtype=self.dtype,
             device=torch.device(self.engine.runner.device),
         )
+
+
+def _op_sites(op: str) -> tuple[Site, ...]:
+    """Where an attention op receives queries, keys and values, and where it gives its head outputs."""
+    return *(Site(op, Port.ATTEND, which) for which in "qkv"), Site(op, Port.HEADS)
 
 
 ATTENTION_VALUES = tuple(value.name for value in declared(AttentionValues))

@@ -213,8 +213,9 @@ class VllmEngine(Served):
 
     @property
     def held(self) -> Mapping[str, int]:
-        """What is alive in the first worker, for tests of what is left over."""
-        return self._driver.do(self._ask, "jackfield_held")
+        """What is alive in the workers, for tests of what is left over."""
+        of_ranks = [self._heard(each) for each in self._driver.do(self.llm.collective_rpc, "jackfield_held")]
+        return {what: sum(held[what] for held in of_ranks) for what in of_ranks[0]}
 
     def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
         made: Tensor = self._driver.do(self._ask, "jackfield_project", dumps(x.detach(), self._ends), norm)

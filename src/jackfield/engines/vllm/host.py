@@ -11,12 +11,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from jackfield.engines.vllm.alike import Alike, Randomness
 from jackfield.engines.vllm.companion import Companion, Fate
 from jackfield.engines.vllm.forward_pass import FINAL_NORM, LOGITS, ForwardPass, Placed
+from jackfield.engines.vllm.parts import Ranks
 from jackfield.engines.vllm.recorder import PLAIN, PROBE, Recorder, rows_of
 from jackfield.engines.vllm.rows import Row
 from jackfield.engines.vllm.shipping import Ends, loads
 from jackfield.engines.vllm.taps import NOW
+from jackfield.errors import TracingError
 from jackfield.interleave.reference import Shared
 from jackfield.interleave.site import Site
 from jackfield.interleave.worker import Slot
@@ -24,11 +27,16 @@ from jackfield.interleave.worker import Slot
 MOST_FATES: Final = 4096
 """How many are kept of requests whose client may have gone away."""
 
+ELSEWHERE: Final = (
+    "This block could not be made on another rank of its model, where what it is made of may not be installed."
+)
+
 
 class Host:
     """The traced requests of one worker process, by vLLM's request ids and by the client's names."""
 
-    def __init__(self, sites: Sequence[Site]) -> None:
+    def __init__(self, sites: Sequence[Site], ranks: Ranks, seed: int) -> None:
+        self._ranks, self._seed = ranks, seed
         self.slots: dict[Site, Slot] = {}
         self.numbered = [self.slot(site) for site in sites]
         self.companions: dict[str, Companion] = {}
@@ -75,15 +83,29 @@ class Host:
         if data in (PLAIN, PROBE):
             self.plain, self.recorder = self.recorder, Recorder(request_id, uncompiled=data == PLAIN)
             return
-        try:
-            companion = Companion(loads(data, self.ends), self.server, self.model, self.slots)
-        except BaseException as error:  # of the user's own code, which runs when it is unpickled and bound
-            self._keep_fate(name, Fate.failed(error))
+        companion = self._made(name, data)
+        if isinstance(companion, BaseException):
+            self._keep_fate(name, Fate.failed(companion))
             self._stillborn.append(request_id)
             return
         self.companions[request_id], self._ids[name] = companion, request_id
         with companion.guarded():
             companion.interleaver.start()
+
+    def _made(self, name: str, data: bytes) -> Companion | BaseException:
+        """A block's companion on every rank, or why there is none on any."""
+        made: Companion | BaseException
+        alike = None
+        if self._ranks.size > 1:
+            alike = Alike(self._ranks, Randomness(f"{self._seed} {name}", self.server.facts.device))
+        try:
+            made = Companion(loads(data, self.ends), self.server, self.model, self.slots, alike)
+        except BaseException as error:  # of the user's own code, which runs when it is unpickled and bound
+            made = error
+        if alike is None or self._ranks.agree(type(made).__name__) or not isinstance(made, Companion):
+            return made
+        made.close()
+        return TracingError(ELSEWHERE)
 
     def armed_for(self, request_ids: Iterable[str]) -> frozenset[Site]:
         """Where a graph over these requests is to be cut: sites of the forward pass, and neither norm nor logits."""
@@ -102,7 +124,7 @@ class Host:
 
     def ended(self, request_ids: Iterable[str]) -> None:
         """The scheduler knows nothing of these any more: fates are kept until they are asked for, or are too many."""
-        for request_id in request_ids:
+        for request_id in sorted(request_ids):  # vLLM has a set, which is in another order on each rank
             self._end(request_id)
 
     def _end(self, request_id: str) -> None:

@@ -5,13 +5,14 @@ what has no rows, a rotary table or a flag, is everybody's, and can be read only
 """
 
 import inspect
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from torch import Tensor, nn
 
+from jackfield.engines.vllm.raw_parts import RawJoint
 from jackfield.engines.vllm.taps import NOW, named
 from jackfield.errors import EditMismatch
 from jackfield.interleave.nest import private_copy
@@ -75,18 +76,19 @@ class Gates:
 class RawChannel(Channel):
     """A module's `.input` (its first argument), `.inputs` or `.output`: the request's rows of every tensor in it."""
 
-    def __init__(self, path: str, port: str) -> None:
+    def __init__(self, path: str, port: str, joint: RawJoint) -> None:
+        self.joint = joint
         self.name = self.memory = f"{path or '(root)'}.{port}"
         self.port, self.writable = port, True
         self.site = Site(path, Port.OUTPUT if port == "output" else Port.INPUT, RAW)
 
     def read(self, passing: RawPassing, worker: Worker, selection: Selection) -> Any:
-        return private_copy(_cut(self._found(passing), passing))
+        return private_copy(_cut(self._found(passing), passing, lambda rows: self.joint.join(rows, self.name)))
 
     def write(self, passing: RawPassing, worker: Worker, selection: Selection, value: Any) -> None:
         for place, new in _pairs(self._found(passing), value, self.name):
             if isinstance(place, Tensor) and _has_rows(place, passing):
-                _cut(place, passing).copy_(new)
+                _rows(place, passing).copy_(self.joint.cut(new, place.shape[-1]))
             elif not _same(place, new):
                 raise EditMismatch(f"{self.name}: a part of it that is no tensor of this request's rows was changed.")
 
@@ -110,18 +112,21 @@ def _has_rows(tensor: Tensor, passing: RawPassing) -> bool:
     return tensor.ndim > 0 and passing.total in tensor.shape[:2] and (tensor.shape[0] in (1, passing.total))
 
 
-def _cut(value: Any, passing: RawPassing) -> Any:
-    """The same nest with the request's rows of every tensor that has rows, as views."""
+def _rows(tensor: Tensor, passing: RawPassing) -> Tensor:
+    """The request's rows of a tensor that has rows, as a view."""
+    return tensor[passing.rows] if tensor.shape[0] == passing.total else tensor[:, passing.rows]
+
+
+def _cut(value: Any, passing: RawPassing, join: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest with the request's rows of every tensor that has rows, of all ranks."""
     if isinstance(value, Tensor):
-        if not _has_rows(value, passing):
-            return value
-        return value[passing.rows] if value.shape[0] == passing.total else value[:, passing.rows]
+        return join(_rows(value, passing)) if _has_rows(value, passing) else value
     if isinstance(value, tuple | list):
-        items = [_cut(item, passing) for item in cast("tuple[Any, ...] | list[Any]", value)]
+        items = [_cut(item, passing, join) for item in cast("tuple[Any, ...] | list[Any]", value)]
         made = cast("Any", type(value))  # pyright: ignore[reportUnknownArgumentType]
         return made(*items) if hasattr(cast("Any", value), "_fields") else made(items)
     if isinstance(value, dict):
-        return {key: _cut(item, passing) for key, item in cast("dict[Any, Any]", value).items()}
+        return {key: _cut(item, passing, join) for key, item in cast("dict[Any, Any]", value).items()}
     return value
 
 

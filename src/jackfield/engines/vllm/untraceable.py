@@ -17,8 +17,8 @@ def untraceable(vllm_config: Any) -> str | None:
             return f"{name}={getattr(parallel, name)} spreads a request's keys over ranks"
     if parallel.pipeline_parallel_size > 1:
         return f"pipeline_parallel_size={parallel.pipeline_parallel_size} spreads the layers over ranks"
-    if parallel.tensor_parallel_size > 1:
-        return f"tensor_parallel_size={parallel.tensor_parallel_size} spreads heads and neurons over ranks"
+    if parallel.tensor_parallel_size > 1 and parallel.distributed_executor_backend == "external_launcher":
+        return "distributed_executor_backend='external_launcher' has a client on each rank, and a block comes from one"
     if cache.cache_dtype not in READABLE:
         return f"kv_cache_dtype={cache.cache_dtype!r} keeps keys in a form that is not read"
     return None

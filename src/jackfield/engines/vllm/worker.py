@@ -31,6 +31,8 @@ else:
 class Worker(_Base):
     """The worker of this platform, and what a client asks it by `collective_rpc`; answers are pickled.
 
+    All ranks are asked, and do what is asked; the first one answers.
+
     `front` makes what blocks get as their `model` out of an engine.
     """
 
@@ -73,7 +75,7 @@ class Worker(_Base):
 
     def jackfield_proof(self) -> bytes:
         """An anonymous file of this process, for the client to find out whether it can see it."""
-        return self._answer(self._lender.lend([memoryview(PROOF)]))
+        return b"" if self.jackfield.ranks.rank > 0 else self._answer(self._lender.lend([memoryview(PROOF)]))
 
     def jackfield_end(self, names: list[str], lending: bool) -> bytes:
         """The Fates of requests that have ended, each as an answer of its own."""
@@ -100,8 +102,9 @@ class Worker(_Base):
             self.jackfield.host.shared.pop(key, None)
 
     def jackfield_held(self) -> bytes:
-        """What is alive here."""
-        return self._answer({**self.jackfield.host.held, "files": len(self._lender)})
+        """What is alive here, of every rank."""
+        held = {**self.jackfield.host.held, "files": len(self._lender)}
+        return self._lender.answer(held, self.jackfield.host.ends, lending=False)
 
     def jackfield_project(self, x: bytes, norm: bool) -> bytes:
         """`project_on_vocab` of a tensor, as a tensor on the CPU."""
@@ -110,6 +113,8 @@ class Worker(_Base):
             return self._answer(self.jackfield.project_on_vocab(given.to(self.device), norm=norm).cpu())
 
     def _answer(self, value: Any, *, lending: bool = False) -> bytes:
+        if self.jackfield.ranks.rank > 0:
+            return b""
         return self._lender.answer(value, self.jackfield.host.ends, lending=lending)
 
     def _sent(self, fate: Fate, *, lending: bool) -> bytes:

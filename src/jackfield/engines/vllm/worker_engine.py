@@ -15,7 +15,9 @@ from jackfield.engines.vllm.foreign import foreign
 from jackfield.engines.vllm.forward_pass import ForwardPass
 from jackfield.engines.vllm.host import Host
 from jackfield.engines.vllm.op_tap import OpTap
+from jackfield.engines.vllm.parts import Ranks
 from jackfield.engines.vllm.raw import Gates, RawChannel
+from jackfield.engines.vllm.raw_parts import RawJoint
 from jackfield.engines.vllm.rows import runner_of
 from jackfield.engines.vllm.served import Served
 from jackfield.engines.vllm.shipping import KEY
@@ -45,7 +47,8 @@ class WorkerEngine(Served):
         ]
         self._unkept: str | None = None  # why a preempted request cannot be as if it had not been
         self.structure = read_structure(self.loaded, self.ops)
-        self.host = Host(put_taps(self.loaded, self.structure).all)
+        self.ranks = Ranks()
+        self.host = Host(put_taps(self.loaded, self.structure).all, self.ranks, vllm_config.model_config.seed)
         self.rows = runner_of(runner, {number: slot.site for number, slot in enumerate(self.host.numbered)})
         self.compute_logits: Callable[..., Any] = cast("Any", self.loaded).compute_logits
         self._real = False  # whether the pass that goes on is one of the scheduler's, and not a warm-up or a capture
@@ -87,6 +90,7 @@ class WorkerEngine(Served):
         rows.eager = rows.uncompiled or not all(companion.seen >= companion.prompt_length for companion in watched)
         rows.eager |= self.host.recorder is not None or any(companion.names_early for companion in watched)
         rows.eager |= any(companion.kept for companion in watched)  # a graph would not put them back
+        rows.eager |= self.ranks.size > 1  # graphs that are cut were not shown to be right on several ranks
         rows.armed = self.host.armed_for(scheduler_output.num_scheduled_tokens)
         self._real = scheduler_output.total_num_scheduled_tokens > 0
 
@@ -170,7 +174,7 @@ class WorkerEngine(Served):
             ports = (Port.ATTEND, Port.SCORES, Port.PATTERN)
             self.host.order |= {Site(tap.path, port): place for port in ports if place is not None}
         self.host.recorder = self.host.plain = None
-        self.description = replace(describer.description(), untraceable=untraceable(self.vllm_config))
+        self.description = replace(describer.description(), untraceable=self._untraceable())
         self.channels, self.host.early = describer.channels(), describer.early()
         settings = self.runner.model_config
         self.facts, self.config = self.description.facts, settings.hf_config
@@ -181,6 +185,14 @@ class WorkerEngine(Served):
         )
         return self.description
 
+    def _untraceable(self) -> str | None:
+        """Why no block can run here: a setting, or a platform that gives the logits to one rank (none in 0.32)."""
+        reason = untraceable(self.vllm_config)
+        platform = foreign("vllm.platforms", "current_platform")
+        if reason is None and self.ranks.size > 1 and not platform.use_all_gather():
+            return f"tensor_parallel_size={self.ranks.size} gives the logits to one rank alone on this platform"
+        return reason
+
     def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if norm and self.structure.final_norms:
@@ -189,7 +201,7 @@ class WorkerEngine(Served):
 
     def raw_channel(self, path: str, port: str) -> Channel:
         if (path, port) not in self._raw:
-            self._raw[path, port] = RawChannel(path, port)
+            self._raw[path, port] = RawChannel(path, port, RawJoint.of(self.ranks, self.loaded, path, port))
         return self._raw[path, port]
 
     def step_value(self, name: str, worker: Worker) -> Tensor:
