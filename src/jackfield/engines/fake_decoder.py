@@ -49,6 +49,14 @@ class Decoder:
             for _ in range(LAYERS)
         ]
 
+    def project(self, x: Tensor, norm: bool) -> Tensor:
+        """[..., D_MODEL] on the vocabulary, with or without the final norm."""
+        return (normed(x) if norm else x) @ self.head.T
+
+    def head_results(self, layer: int, premix: HeadOutputs) -> Float[Tensor, "batch token head d_model"]:
+        """Each head's part of the output projection's result."""
+        return torch.einsum("bthd,mhd->bthm", premix, self.layers[layer].o.unflatten(-1, (HEADS, WIDTH)))
+
 
 class ForwardPass:
     """The forward passes of one batch, and the keys and values that they leave behind."""
@@ -56,27 +64,27 @@ class ForwardPass:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._cache: dict[tuple[int, str], Tensor] = {}  # [batch, 1, column, WIDTH]
-        self._columns = 0
 
-    def __call__(self, tokens: TokenIds, pads: Sequence[int], tap: InlineTap) -> Float[Tensor, "batch vocab"]:
+    def __call__(
+        self, tokens: TokenIds, columns: int, pads: Sequence[int], tap: InlineTap
+    ) -> Float[Tensor, "batch vocab"]:
         """The last row's logits."""
-        first, self._columns = self._columns, self._columns + tokens.shape[1]
-        column, pad = torch.arange(self._columns), torch.tensor(pads)[:, None, None, None]
-        self._hidden = (column > column[first:, None]) | (column < pad)  # [batch, 1, token, column]
-        self._positions = column[first:] - pad[..., 0]  # [batch, 1, token]
+        column, pad = torch.arange(columns + tokens.shape[1]), torch.tensor(pads)[:, None, None, None]
+        self._hidden = (column > column[columns:, None]) | (column < pad)  # [batch, 1, token, column]
+        self._positions = column[columns:] - pad[..., 0]  # [batch, 1, token]
         x = tap("token_embeddings", None, self._decoder.embedding[tokens])
         for number, layer in enumerate(self._decoder.layers):
             x = self._layer(number, layer, x, tap)
-        normed = tap("final_norm_output", None, norm(x))
-        return tap("logits", None, normed[:, -1:] @ self._decoder.head.T)[:, 0]
+        scaled = tap("final_norm_output", None, normed(x))
+        return tap("logits", None, scaled[:, -1:] @ self._decoder.head.T)[:, 0]
 
     def _layer(self, number: int, layer: Layer, x: Stream, tap: InlineTap) -> Stream:
         x = tap("layer_input", number, x)
-        normed = tap("attention_norm_output", number, norm(x))
-        x = x + tap("attention_output", number, self._attention(number, layer, normed, tap))
+        scaled = tap("attention_norm_output", number, normed(x))
+        x = x + tap("attention_output", number, self._attention(number, layer, scaled, tap))
         x = tap("layer_mid", number, x)
-        normed = tap("mlp_norm_output", number, norm(x))
-        neurons = tap("mlp_activations", number, torch.relu(normed @ layer.up.T))
+        scaled = tap("mlp_norm_output", number, normed(x))
+        neurons = tap("mlp_activations", number, torch.relu(scaled @ layer.up.T))
         x = x + tap("mlp_output", number, neurons @ layer.down.T)
         return tap("layer_output", number, x)
 
@@ -111,7 +119,7 @@ class ForwardPass:
         return rows if past is None else torch.cat([past, rows], 2)
 
 
-def norm(x: Tensor) -> Tensor:
+def normed(x: Tensor) -> Tensor:
     """Each row over its root mean square."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
@@ -127,8 +135,3 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
     angle = 0.3 * positions[..., None]
     one, other = x.chunk(2, -1)
     return x * angle.cos() + torch.cat([-other, one], -1) * angle.sin()
-
-
-def by_head(premix: HeadOutputs, output: Tensor) -> Float[Tensor, "batch token head d_model"]:
-    """Each head's part of the output projection's result."""
-    return torch.einsum("bthd,mhd->bthm", premix, output.unflatten(-1, (HEADS, WIDTH)))

@@ -52,6 +52,22 @@ def site_of(name: str, layer: int | None) -> Site:
     return Site(place(layer), Port.ATTEND) if name in OPERANDS else Site(place(layer), Port.OUTPUT, name)
 
 
+class Tap(Protocol):
+    """Who listens to a model's values. On several ranks all must answer alike: what is shared out is gathered first."""
+
+    def listens(self, name: str, layer: int | None) -> bool:
+        """Whether this value is wanted now; asked each time it comes. `layer` is None on the root."""
+        ...
+
+    def operands(self, tensors: Mapping[str, Tensor], layer: int | None) -> Mapping[str, Tensor]:
+        """Values that pass together, by name, in the contract's shape, or one alone, as the model is to go on with.
+
+        Each is the very tensor that was given where nothing is edited, else another of its shape and dtype. Tensors
+        are the model's own, perhaps views of its cache: copy one before you edit or keep it.
+        """
+        ...
+
+
 class Passing:
     """The tensors of one meeting, by name: the model's own, until a block writes to one and a copy takes its place."""
 
@@ -153,11 +169,13 @@ class DerivedChannel(InlineChannel):
 
 
 class Forward(Protocol):
-    """A model's forward pass: `tokens` and where each row's padding ends in, the last row's logits out."""
+    """A model's forward pass: `tokens`, after `columns` that it has seen, and each row's padding in; logits out."""
 
     def __call__(
-        self, tokens: Int[Tensor, "batch token"], pads: Sequence[int], tap: InlineTap
-    ) -> Float[Tensor, "batch vocab"]: ...
+        self, tokens: Int[Tensor, "batch token"], columns: int, pads: Sequence[int], tap: InlineTap
+    ) -> Float[Tensor, "batch vocab"]:
+        """The logits of the last token of every row."""
+        ...
 
 
 class Chooser(Protocol):
@@ -188,6 +206,7 @@ class InlineRun:
         ]
         self.interleaver = Interleaver(self.company.workers_of(samples, self.pads), lambda slot: None)
         self.tap = InlineTap(self.interleaver)
+        self._columns = 0
         self.input_ids = torch.tensor(
             [[0] * pad + list(prompt) for pad, prompt in zip(self.pads, self.prompts, strict=True)],
             device=self._device,
@@ -208,8 +227,9 @@ class InlineRun:
 
     def _step(self, step: int, forward: Forward, choose: Chooser) -> None:
         self.interleaver.begin(step)
-        logits = forward(self.input_ids, self.pads, self.tap)
+        logits = forward(self.input_ids, self._columns, self.pads, self.tap)
         self.interleaver.end()
+        self._columns += self.input_ids.shape[1]
         chosen = choose(logits.detach(), self.progress)
         for sample, token_id in enumerate(chosen):
             self._push(sample, token_id)

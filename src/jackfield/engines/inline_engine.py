@@ -1,27 +1,29 @@
 """What engines have in common that run their batches through `inline`: everything but the model.
 
-An engine of this kind brings facts, an anatomy and a forward pass; how prompts are batched, and which channel serves
-which value, is here.
+An engine of this kind brings facts, modules and a forward pass; how prompts are batched, and which channel serves which
+value, is here. Its layers are all alike, at `layers.N`, with grouped-query attention in the child `attention`.
 """
 
 import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from jackfield.engines.choosing import RowChooser
 from jackfield.engines.engine import Engine, Facts, Outcome, Request
-from jackfield.engines.inline import Chooser, Derivation, DerivedChannel, Forward, InlineChannel, InlineRun
+from jackfield.engines.inline import Derivation, DerivedChannel, InlineChannel, InlineRun, InlineTap
 from jackfield.engines.prompt import Tokenizer
 from jackfield.engines.request import Limits, Sampling, admit
-from jackfield.errors import EditMismatch, InvalidRequest, TracingError, Unavailable, UnknownValue
+from jackfield.errors import EditMismatch, EngineDied, InvalidRequest, TracingError, Unavailable, UnknownValue
 from jackfield.interleave.modes import modes_restored
 from jackfield.interleave.worker import Channel, Worker
-from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Missing
-from jackfield.values.layer import Layer, values
+from jackfield.values.anatomy import Anatomy, AttentionAnatomy, LayerAnatomy, Missing
+from jackfield.values.layer import Layer, part_at, values
 from jackfield.values.part import Part
 from jackfield.values.tree import RAW_NAMES
 
@@ -29,16 +31,32 @@ NO_ROUTER: Final = "this layer has no router"
 VALUES: Final = {value.name: value for value in values()}
 
 
-class InlineEngine(Engine):
-    """An engine whose values are handed to a tap. `max_batch_size` is how many samples run beside each other."""
+class Projects(Protocol):
+    """What is asked of a model beside its forward pass."""
+
+    def project(self, x: Tensor, norm: bool) -> Tensor:
+        """[..., d_model] on the vocabulary."""
+        ...
+
+    def head_results(self, layer: int, premix: Tensor) -> Tensor:
+        """[1, token, head, d_value] to each head's part of the attention's output, [1, token, head, d_model]."""
+        ...
+
+
+M = TypeVar("M", bound=Projects)
+
+
+class InlineEngine(Engine, Generic[M]):
+    """An engine whose `model` hands its values to a tap. `max_batch_size` is how many samples run beside each other."""
 
     name: str  # in messages
     refused: Sequence[str] = ()  # sampling arguments that it cannot honour
+    mlp = "mlp"  # what a layer calls its feed-forward block
 
     def __init__(
         self,
+        model: M,
         facts: Facts,
-        anatomy: Anatomy,
         limits: Limits,
         *,
         tokenizer: Tokenizer | None,
@@ -46,7 +64,9 @@ class InlineEngine(Engine):
         eos_ids: frozenset[int],
         max_batch_size: int,
     ) -> None:
-        self.facts, self.anatomy, self.limits = facts, anatomy, limits
+        self._model: M | None = model
+        self.facts, self.limits = facts, limits
+        self.anatomy = Anatomy(tuple(map(self._layer, range(facts.num_layers))), {}, None, None)
         self.tokenizer, self.config = tokenizer, config
         self.max_batch_size = max_batch_size
         self._eos_ids = eos_ids
@@ -55,23 +75,27 @@ class InlineEngine(Engine):
         self._run: InlineRun | None = None
         self._lock = threading.Lock()
 
+    @property
+    def model(self) -> M:
+        """What runs; EngineDied after `close`."""
+        if self._model is None:
+            raise EngineDied("This model was closed; load it again with jackfield.Model(...).")
+        return self._model
+
+    def close(self) -> None:
+        self._model = None
+
     # -- what an engine brings
 
     @abstractmethod
-    def forward(self) -> Forward:
-        """The forward passes of one batch, from its first step on."""
+    def forward(
+        self, tokens: Int[Tensor, "batch token"], columns: int, pads: Sequence[int], tap: InlineTap
+    ) -> Float[Tensor, "batch vocab"]:
+        """The logits of the last of these tokens, in a batch that has `columns` behind it and `pads` before each."""
 
-    @abstractmethod
-    def chooser(self, run: InlineRun) -> Chooser:
-        """What chooses the tokens of one batch."""
-
-    @abstractmethod
-    def project(self, x: Tensor, *, norm: bool) -> Tensor:
-        """[..., d_model] on the vocabulary."""
-
-    @abstractmethod
-    def head_results(self, layer: int, premix: Tensor) -> Tensor:
-        """[1, token, head, d_value] to each head's part of the attention's output, [1, token, head, d_model]."""
+    def call(self, method: str, *args: Any) -> Any:
+        """A method of the model, on every rank that shares it."""
+        return getattr(self.model, method)(*args)
 
     def beside(self, run: InlineRun) -> AbstractContextManager[object]:
         """What is open while a batch runs."""
@@ -114,7 +138,7 @@ class InlineEngine(Engine):
             run = self._run = InlineRun(self, requests, self._eos_ids)
             try:
                 with self.beside(run):
-                    return run.run(self.forward(), self.chooser(run))
+                    return run.run(self.forward, RowChooser(run, self.tokenizer, self.facts.device))
             finally:
                 self._run = None
 
@@ -126,7 +150,7 @@ class InlineEngine(Engine):
             raise EditMismatch(
                 f"project_on_vocab takes [..., {hidden}] in floating point; it was given {x.dtype} {tuple(x.shape)}."
             )
-        return self.project(x, norm=norm)
+        return self.call("project", x, norm)
 
     def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel:
         made = self._channels[name, layer]
@@ -138,6 +162,12 @@ class InlineEngine(Engine):
         assert self._run is not None
         return self._run.input_ids[worker.rows.index :][:1, -worker.rows.num_tokens(worker.step) :].clone()
 
+    def _layer(self, layer: int) -> LayerAnatomy:
+        path, width = f"layers.{layer}", self.facts.head_dim
+        heads = (self.facts.num_heads, self.facts.num_kv_heads, width, width, width**-0.5)
+        attention = AttentionAnatomy(f"{path}.attention", False, *heads)
+        return LayerAnatomy(path, {}, attention, attention.path, f"{path}.{self.mlp}")
+
     def attention(self, layer: int) -> AttentionAnatomy:
         attention = self.anatomy.layers[layer].attention
         assert not isinstance(attention, Missing)
@@ -148,6 +178,10 @@ class InlineEngine(Engine):
 
     def alibi_slopes(self, layer: int) -> Tensor | None:
         return None
+
+    def part(self, path: str) -> Part:
+        self.module(path)
+        return part_at(self, self.anatomy, path)
 
     def layer_part(self, layer: int) -> Part:
         return Layer(self, self.anatomy.layers[layer].path, layer)
@@ -173,7 +207,7 @@ class InlineEngine(Engine):
         return InlineChannel(value, layer)
 
     def _by_head(self, layer: int) -> Derivation:
-        return lambda premix: self.head_results(layer, premix)
+        return lambda premix: self.call("head_results", layer, premix)
 
 
 def counted(name: str, value: object) -> int:

@@ -23,7 +23,7 @@ from greenlet import getcurrent
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, says its documentation
 
-from jackfield.engines.inline import InlineTap, site_of
+from jackfield.engines.inline import InlineTap, Tap, site_of
 from jackfield.errors import EngineDied, InvalidRequest, JackfieldError, Unavailable
 from jackfield.interleave.site import Site
 
@@ -53,7 +53,7 @@ class Ended(Exception):
 class Taps(Protocol):
     """What is asked of a model: that values can be listened to."""
 
-    def listen(self, tap: Any) -> None: ...
+    def listen(self, tap: Tap | None) -> None: ...
 
 
 class Ranks:
@@ -191,9 +191,6 @@ class LeaderTap:
     def listens(self, name: str, layer: int | None) -> bool:
         return self._tap.listens(name, layer)
 
-    def __call__(self, name: str, layer: int | None, value: Tensor) -> Tensor:
-        return self.operands({name: value}, layer)[name]
-
     def operands(self, tensors: Mapping[str, Tensor], layer: int | None) -> Mapping[str, Tensor]:
         try:
             taken = dict(self._tap.operands(tensors, layer))
@@ -217,9 +214,6 @@ class FollowerTap:
 
     def listens(self, name: str, layer: int | None) -> bool:
         return site_of(name, layer) in self.waited
-
-    def __call__(self, name: str, layer: int | None, value: Tensor) -> Tensor:
-        return self.operands({name: value}, layer)[name]
 
     def operands(self, tensors: Mapping[str, Tensor], layer: int | None) -> Mapping[str, Tensor]:
         edited, self.waited = self._ranks.hear()

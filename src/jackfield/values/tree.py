@@ -5,7 +5,7 @@ from typing import Any, Final, cast
 
 from torch import nn
 
-from jackfield.errors import UnknownValue
+from jackfield.errors import UnknownValue, near
 from jackfield.values.part import Part, ValuePart, value_names
 from jackfield.values.synonyms import suggestion
 
@@ -19,6 +19,15 @@ def submodules(module: nn.Module) -> dict[str, nn.Module]:
 def named_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Every module by its path, the root as ""."""
     return dict(cast("Iterable[tuple[str, nn.Module]]", module.named_modules()))  # torch leaves its memo untyped
+
+
+def submodule(root: nn.Module, path: str) -> nn.Module:
+    """The module at a path; UnknownValue with near paths."""
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        near_paths = near(path, named_modules(root))
+        raise UnknownValue(f"There is no module {path!r} in this model.{near_paths}") from None
 
 
 RAW_NAMES: Final = frozenset({"input", "inputs", "output"})

@@ -71,22 +71,22 @@ class Recorder:
         wanted = self.wanted.union(self.edits)
         return name in wanted or (name in OPERANDS and not wanted.isdisjoint((*OPERANDS, *PART_OF)))
 
-    def __call__(self, name: str, layer: int | None, value: Tensor) -> Tensor:
+    def operands(self, tensors: Mapping[str, Tensor], layer: int | None) -> Mapping[str, Tensor]:
+        taken = dict(tensors)
+        for name, whole in PART_OF.items():
+            if whole in tensors and (name in self.wanted or name in self.edits):
+                past, new = tensors[whole].tensor_split([-tensors["attention_queries"].shape[2]], 2)
+                edited = self._taken(name, layer, new)
+                taken[whole] = tensors[whole] if edited is new else torch.cat([past, edited], 2)
+        return {
+            name: self._taken(name, layer, value) if name in self.wanted or name in self.edits else value
+            for name, value in taken.items()
+        }
+
+    def _taken(self, name: str, layer: int | None, value: Tensor) -> Tensor:
         self.order.append((name, layer))
         self.values[name, layer] = value.detach().clone()
         return self.edits[name](value) if name in self.edits else value
-
-    def operands(self, tensors: Mapping[str, Tensor], layer: int | None) -> Mapping[str, Tensor]:
-        taken, rows = dict(tensors), tensors["attention_queries"].shape[2]
-        for name, whole in PART_OF.items():
-            if name in self.wanted or name in self.edits:
-                past, new = tensors[whole].tensor_split([-rows], 2)
-                edited = self(name, layer, new)
-                taken[whole] = tensors[whole] if edited is new else torch.cat([past, edited], 2)
-        return {
-            name: self(name, layer, value) if name in self.wanted or name in self.edits else value
-            for name, value in taken.items()
-        }
 
 
 @torch.no_grad()

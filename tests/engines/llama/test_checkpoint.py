@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig
 
-from jackfield.engines.llama.args import ModelArgs, RopeScaling, args_from_config, args_from_params
-from jackfield.engines.llama.checkpoint import load
-from jackfield.engines.llama.layers import Transformer
+from jackfield.engines.llama.checkpoint import args_from_config, args_from_params, load
+from jackfield.engines.llama.layers import ModelArgs, Transformer
 from jackfield.errors import UnknownModel, UnsupportedModel
 from tests import zoo
 from tests.engines.llama.native import both
@@ -124,7 +123,7 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_is_not_implemented_is_refused_by_name(refused: LlamaConfig, named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
-        args_from_config(refused, {})
+        args_from_config(refused)
 
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
@@ -136,9 +135,9 @@ def test_heads_that_cannot_be_shared_are_refused() -> None:
 
 def test_settings_of_a_hub_configuration() -> None:
     llama = config(head_dim=24, tie_word_embeddings=True, is_llama_config=True, rope_interleaved=False)
-    args = args_from_config(llama, {"max_batch_size": 2, "max_seq_len": 64})
-    assert (args.dim, args.d_head, args.tied, args.max_batch_size, args.max_seq_len) == (64, 24, True, 2, 64)
-    assert args.rope_scaling is None
+    args = args_from_config(llama)
+    assert (args.dim, args.d_head, args.tied) == (64, 24, True)
+    assert args.rope_type == "default"
 
 
 @pytest.mark.parametrize(
@@ -155,9 +154,12 @@ def test_neurons_by_metas_rule(sizes: dict[str, Any], neurons: int) -> None:
 
 
 def test_scaled_frequencies_of_params() -> None:
-    assert args_from_params({"use_scaled_rope": True}, {}, 9).rope_scaling == RopeScaling("llama3", 8.0)
+    scaled = args_from_params({"use_scaled_rope": True}, 9)
+    assert (scaled.rope_type, scaled.rope_scaling_factor) == ("llama3", 8.0)
+    assert args_from_params({"use_scaled_rope": True, "rope_scaling_factor": 32}, 9).rope_scaling_factor == 32
+    assert args_from_params({}, 9).rope_type == "default"
     with pytest.raises(UnsupportedModel, match=r"does not implement lora_args="):
-        args_from_params({"lora_args": {"rank": 16}}, {}, 9)
+        args_from_params({"lora_args": {"rank": 16}}, 9)
 
 
 # Meta's layout.

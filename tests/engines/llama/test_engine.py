@@ -10,7 +10,7 @@ from torch import Tensor
 
 import jackfield as jf
 from jackfield.engines.inline import InlineChannel
-from jackfield.engines.llama import attention, checkpoint, rotary
+from jackfield.engines.llama import checkpoint, layers
 from jackfield.engines.llama.layers import Transformer
 from jackfield.engines.transformers.sample import sample_model
 from tests import zoo
@@ -112,11 +112,11 @@ def rows_from_the_front(patch: Patch) -> None:
 
 
 def heads_tiled(patch: Patch) -> None:
-    patch.setattr(attention, "repeat_kv", lambda x, n_rep: x.repeat(1, 1, n_rep, 1))
+    patch.setattr(layers, "repeat_kv", lambda x, n_rep: x.repeat(1, 1, n_rep, 1))
 
 
 def queries_as_meta_has_them(patch: Patch) -> None:
-    patch.setattr(rotary, "half_split", lambda x: x)
+    patch.setattr(layers, "half_split", lambda x: x)
 
 
 def decoding_turned_late(patch: Patch) -> None:
@@ -219,7 +219,7 @@ def test_the_cache_is_a_buffer_of_each_attention(tmp_path: Path) -> None:
     keys = model.run(prompt, lambda m, t: m.layers[2].attention_cached_keys).returned
     cache = model.layers[2].attention.cache_k
     assert cache.shape == (2, 64, model.num_kv_heads, model.head_dim)
-    torch.testing.assert_close(rotary.half_split(cache[:1, :6]).transpose(1, 2), keys)
+    torch.testing.assert_close(layers.half_split(cache[:1, :6]).transpose(1, 2), keys)
     assert model.layers[2].attention.cache_v.shape == cache.shape
 
 

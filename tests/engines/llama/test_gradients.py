@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import jackfield as jf
-from jackfield.engines.llama import attention, rotary
-from jackfield.engines.llama.attention import Attention
-from jackfield.engines.llama.rotary import half_split, interleaved
+from jackfield.engines.llama import layers
+from jackfield.engines.llama.layers import Attention, half_split, interleaved
 from tests import zoo
 from tests.engines.llama.test_engine import native, saved
 
@@ -100,8 +99,8 @@ def a_cache_without_a_graph(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_softmax_without_a_graph(patch: pytest.MonkeyPatch) -> None:
-    right = attention.attention_probabilities
-    patch.setattr(attention, "attention_probabilities", lambda scores: right(scores.detach()) + 0 * scores.nan_to_num())
+    right = layers.attention_probabilities
+    patch.setattr(layers, "attention_probabilities", lambda scores: right(scores.detach()) + 0 * scores.nan_to_num())
 
 
 @pytest.mark.parametrize(
@@ -129,10 +128,10 @@ def test_before_the_rotary_embedding_the_gradient_is_turned_back(model: jf.Model
         return t.gradient(loss_of(m), reads)
 
     *before, queries, keys = model.run(PROMPT, block, gradients=True).returned
-    turns = rotary.precompute_freqs_cis(model.head_dim, len(PROMPT), 10000.0).conj()
+    turns = layers.precompute_freqs_cis(model.head_dim, len(PROMPT), 10000.0).conj()
     for found, after in zip(before, (queries, keys), strict=True):
         paired = interleaved(after.transpose(1, 2))
-        expected = half_split(rotary.apply_rotary_emb(paired, paired, turns)[0]).transpose(1, 2)
+        expected = half_split(layers.apply_rotary_emb(paired, paired, turns)[0]).transpose(1, 2)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
         assert not torch.allclose(found, after)
 

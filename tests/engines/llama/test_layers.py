@@ -10,11 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jackfield.engines.inline import OPERANDS
-from jackfield.engines.llama import attention, checkpoint, rotary
-from jackfield.engines.llama.args import ModelArgs
-from jackfield.engines.llama.attention import Attention
-from jackfield.engines.llama.layers import Transformer
-from jackfield.engines.llama.rotary import precompute_freqs_cis
+from jackfield.engines.llama import checkpoint, layers
+from jackfield.engines.llama.layers import Attention, ModelArgs, Transformer, precompute_freqs_cis
 from jackfield.errors import InvalidRequest, RequestTooLong
 from tests import zoo
 from tests.engines.llama.native import CASES, LAYER, PART_OF, ROOT, Recorder, both, errors
@@ -65,7 +62,7 @@ def test_every_value_of_a_prompt_in_two_parts_is_that_of_transformers(case: str,
 
 
 def tiled_heads(patch: Patch) -> None:
-    patch.setattr(attention, "repeat_kv", lambda x, n_rep: x.repeat(1, 1, n_rep, 1))
+    patch.setattr(layers, "repeat_kv", lambda x, n_rep: x.repeat(1, 1, n_rep, 1))
 
 
 def heads_tiled_in_the_fused_operation(patch: Patch) -> None:
@@ -97,7 +94,7 @@ def decoding_turned_one_position_late(patch: Patch) -> None:
 
 
 def frequencies_left_as_they_are(patch: Patch) -> None:
-    patch.setattr(rotary, "_scaled", lambda frequencies, scaling: frequencies)
+    patch.setattr(layers, "_scaled", lambda frequencies, scaling: frequencies)
 
 
 @pytest.mark.parametrize(

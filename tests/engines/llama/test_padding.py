@@ -4,10 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jackfield.engines.llama import attention
-from jackfield.engines.llama.args import ModelArgs
-from jackfield.engines.llama.engine import ForwardPass
-from jackfield.engines.llama.layers import Transformer
+from jackfield.engines.llama.layers import ModelArgs, Transformer
 from tests.engines.llama.native import LAYER, Recorder
 
 PROMPTS = [[5, 9, 12, 40, 7, 33], [8, 3], [21, 50, 4]]
@@ -28,9 +25,10 @@ def generated(model: Transformer, prompts: list[list[int]], steps: int = STEPS) 
     width = max(map(len, prompts))
     pads = [width - len(prompt) for prompt in prompts]
     tokens = torch.tensor([[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)])
-    forward, found = ForwardPass(model), []
-    for _ in range(steps):
-        found.append(forward(tokens, pads))
+    found: list[Tensor] = []
+    for step in range(steps):
+        start_pos = width + step - 1 if step else 0
+        found.append(model(tokens, start_pos, torch.tensor(pads) if any(pads) else None)[:, -1])
         tokens = found[-1].argmax(-1, keepdim=True)
     return found
 
@@ -51,8 +49,7 @@ def test_a_visible_padding_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def visible(self: Transformer, stream: Tensor, start_pos: int, padding: Tensor | None) -> tuple[Tensor, object]:
         turns, _ = right(self, stream, start_pos, padding)
-        rows = stream.shape[1]
-        return turns, attention.causal_mask(rows, start_pos + rows, stream.device)
+        return turns, None if start_pos else "causal"
 
     monkeypatch.setattr(Transformer, "_positions", visible)
     assert largest_difference(heated()) > 1e-2

@@ -12,10 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from jackfield.engines.llama.args import ModelArgs
-from jackfield.engines.llama.attention import Attention
 from jackfield.engines.llama.checkpoint import load
-from jackfield.engines.llama.layers import Transformer
+from jackfield.engines.llama.layers import Attention, ModelArgs, Transformer
 from jackfield.engines.llama.parallel import RowParallelLinear
 from jackfield.errors import Unavailable, UnsupportedModel
 from tests.engines.llama.native import Recorder, both

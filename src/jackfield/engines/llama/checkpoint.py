@@ -1,26 +1,40 @@
-"""Where weights come from: a folder in the layout of transformers, or in Meta's own.
+"""Where a model comes from, sizes and weights: a folder in the layout of transformers, or in Meta's own.
 
-A rank reads its slice of each weight. A weight that is missing, misshaped or left over is an error, never a default.
+A rank reads its slice of each weight. A setting that is not implemented is refused: without it, a model is another.
 """
 
 import json
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack, cast  # a stored weight: a tensor, or safetensors' slice, which has no type of its own
+from typing import Any, cast  # Any: configuration values are whatever JSON holds
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]  # a path-like of anything
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
-from jackfield.engines.llama.args import CacheSize, ModelArgs, args_from_config, args_from_params
-from jackfield.engines.llama.layers import Transformer
-from jackfield.engines.llama.parallel import ParallelLinear, num_ranks, share
-from jackfield.engines.llama.rotary import interleaved
+from jackfield.engines.llama.layers import ModelArgs, Transformer, interleaved
+from jackfield.engines.llama.parallel import ColumnParallelLinear, RowParallelLinear, cut
 from jackfield.errors import UnknownModel, UnsupportedModel
 
+_CONFIG = {
+    "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads", "vocab_size": "vocab_size", "norm_eps": "rms_norm_eps",
+    "head_dim": "head_dim", "ffn_dim": "intermediate_size", "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias", "tied": "tie_word_embeddings", "rope_theta": "rope_theta", "rope_type": "rope_type",
+    "rope_scaling_factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+}  # fmt: skip
+_ONE_OF = {
+    "model_type": ("llama", "mistral"), "hidden_act": ("silu", "swish"), "rope_type": ("default", "linear", "llama3"),
+}  # fmt: skip
+_NO_MATTER = {
+    "max_position_embeddings", "initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id",
+    "unk_token_id", "attention_dropout", "pretraining_tp", "is_llama_config", "transformers.js_config", "type",
+}  # fmt: skip
 _TRANSFORMERS = {
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", "layers": "model.layers",
     "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "feed_forward": "mlp",
@@ -29,106 +43,108 @@ _TRANSFORMERS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The stored parts of each weight, and their names there; `half_split`: rows of q and k in transformers' order."""
+def load(
+    folder: Path, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu", **cache: int
+) -> Transformer:
+    """This rank's part of the model in `folder`, frozen; `dtype` "auto" is the embedding's, `cache` sizes its cache.
 
-    args: ModelArgs
-    parts: Mapping[str, Sequence[Any]]
-    names: Mapping[str, str]
-    half_split: bool
-
-    def stored(self, name: str) -> str:
-        """What the checkpoint calls our parameter `name`."""
-        return ".".join(self.names.get(word, word) for word in name.split("."))
-
-    def read(self, name: str, whole: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
-        """What lies at `index` of a weight of shape `whole`. UnsupportedModel where it is missing or has another."""
-        if self.stored(name) not in self.parts:
-            raise UnsupportedModel(f"The checkpoint has no weight {self.stored(name)}, which its configuration needs.")
-        weight = _join(self.stored(name), self.parts[self.stored(name)], whole)[index]
-        if not self.half_split or name.split(".")[-2] not in ("wq", "wk"):
-            return weight
-        heads = weight.unflatten(0, (-1, self.args.d_head)).movedim(1, -1)
-        return interleaved(heads).movedim(-1, 1).flatten(0, 1)
+    UnknownModel: neither layout is there, or a file is broken. UnsupportedModel: a setting that is not implemented, a
+    number of ranks that does not divide it, a weight that is missing, misshaped or left over.
+    """
+    try:
+        args, files, names = _open(folder)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise UnknownModel(f"{folder} cannot be read: {error}") from error
+    with torch.device("meta"):
+        model = Transformer(replace(args, **cache))
+    _fill(model, {name: [file[name] for file in files if name in file] for one in files for name in one}, names)
+    for attention in (layer.attention for layer in model.layers):
+        attention.cache_k, attention.cache_v = (torch.zeros(attention.cache_k.shape) for _ in "kv")
+    return model.to(device, dtype if isinstance(dtype, torch.dtype) else model.tok_embeddings.weight.dtype).eval()
 
 
-def _join(name: str, parts: Sequence[Any], whole: tuple[int, ...]) -> Any:
-    # Which axis was shared out follows from the shapes: that of the embedding differs between Llama 2 and 3.
-    shape = tuple(parts[0].shape if isinstance(parts[0], Tensor) else parts[0].get_shape())
-    if shape == whole:  # one part, or a norm, alike in each
+def _open(folder: Path) -> tuple[ModelArgs, list[dict[str, Tensor]], dict[str, str]]:
+    """The sizes, the weights of each file, which are mapped from it, and what those call our modules."""
+    if (folder / "params.json").is_file():
+        shards = sorted(folder.glob("consolidated.*.pth"))
+        files = [torch.load(shard, map_location="cpu", mmap=True, weights_only=True) for shard in shards]
+        if not files or "output.weight" not in files[0]:
+            raise UnknownModel(f"{folder} holds params.json, but no consolidated.*.pth with output.weight.")
+        vocab_size = sum(len(file["output.weight"]) for file in files)
+        return args_from_params(json.loads((folder / "params.json").read_text()), vocab_size), files, {}
+    if not (folder / "config.json").is_file():
+        raise UnknownModel(f"{folder} holds neither config.json (transformers) nor params.json (Meta).")
+    args = args_from_config(cast("PretrainedConfig", AutoConfig.from_pretrained(folder)))
+    index = folder / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    tied = {"output": "model.embed_tokens"} if args.tied else {}
+    return args, [load_file(folder / name) for name in names], _TRANSFORMERS | tied
+
+
+def _fill(model: Transformer, parts: Mapping[str, Sequence[Tensor]], names: Mapping[str, str]) -> None:
+    used: set[str] = set()
+    for name, parameter in model.named_parameters():
+        stored = ".".join(names.get(word, word) for word in name.split("."))
+        used.add(stored)
+        module = model.get_submodule(name.rpartition(".")[0])
+        axis = module.axis if isinstance(module, ColumnParallelLinear | RowParallelLinear) else None
+        whole = tuple(size * model.ranks if at == axis else size for at, size in enumerate(parameter.shape))
+        part = _joined(stored, parts.get(stored, ()), whole)
+        if whole != parameter.shape:
+            part = cut(part, axis, model.ranks)
+        if names and name.split(".")[-2] in ("wq", "wk"):  # transformers has their rows in its own order of channels
+            heads = part.reshape(-1, model.args.d_head, *part.shape[1:]).movedim(1, -1)
+            part = interleaved(heads).movedim(-1, 1).flatten(0, 1)
+        torch.utils.swap_tensors(parameter, nn.Parameter(part.contiguous(), requires_grad=False))
+    # Some files hold frequencies, and some tied models a head.
+    extra = {name for name in parts if not name.endswith(("inv_freq", "rope.freqs", "lm_head.weight"))} - used
+    if extra:
+        raise UnsupportedModel(f"The checkpoint has weights that nothing here uses: {', '.join(sorted(extra)[:5])}.")
+
+
+def _joined(name: str, parts: Sequence[Tensor], whole: tuple[int, ...]) -> Tensor:
+    """A weight of shape `whole` out of the parts in Meta's files; of transformers' there is one."""
+    if not parts:
+        raise UnsupportedModel(f"The checkpoint has no weight {name}, which its configuration needs.")
+    shape = tuple(parts[0].shape)
+    if shape == whole:  # the one, or a norm, alike in each
         return parts[0]
+    # Which axis was shared out follows from the shapes: that of the embedding differs between Llama 2 and 3.
     for axis in range(len(shape)):
         if (*shape[:axis], shape[axis] * len(parts), *shape[axis + 1 :]) == whole:
             return torch.cat(list(parts), axis)
     raise UnsupportedModel(f"The weight {name} is {len(parts)} times {shape}: the configuration makes it {whole}.")
 
 
-def load(
-    folder: Path,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-    **cache: Unpack[CacheSize],
-) -> Transformer:
-    """This rank's part of the model in `folder`, frozen; `dtype` None is each weight's own.
+def args_from_config(config: PretrainedConfig) -> ModelArgs:
+    """The sizes in a configuration of transformers. UnsupportedModel names what is set there and not implemented."""
+    found: dict[str, Any] = config.to_dict()
+    found |= found.pop("rope_parameters", {})
+    for name, known in _ONE_OF.items():
+        if found.get(name) not in known:
+            implemented = f"{name} is {found.get(name)!r}, and the llama engine implements {' and '.join(known)}"
+            raise UnsupportedModel(f'{implemented}: try engine="transformers".')
+    _refuse_others(found, {*_CONFIG.values(), *_ONE_OF, *_NO_MATTER, *PretrainedConfig().to_dict()})
+    return ModelArgs(**{ours: found[theirs] for ours, theirs in _CONFIG.items() if theirs in found})
 
-    UnknownModel: neither layout is there, or a file is broken. UnsupportedModel: a setting that is not implemented, a
-    number of ranks that does not divide it, a weight that is missing, misshaped or left over.
+
+def args_from_params(params: Mapping[str, Any], vocab_size: int) -> ModelArgs:
+    """The sizes in Meta's `params.json`; `vocab_size` is the weights' own, since the file may say -1.
+
+    `use_scaled_rope` alone means a factor of 8, as in Meta's code (llama-models, models/llama3/model.py). Llama 3.2
+    was trained with 32, which its file does not say: add `"rope_scaling_factor": 32` there.
     """
-    try:
-        checkpoint = _open(folder, cache)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
-        raise UnknownModel(f"{folder} cannot be read: {error}") from error
-    with torch.device("meta"):
-        model = Transformer(checkpoint.args)
-    _fill(model, checkpoint, dtype, device)
-    model.tie()
-    model.allocate_cache()
-    return model.eval()
+    names = {*_CONFIG, "multiple_of", "ffn_dim_multiplier"}
+    _refuse_others(params, names | {"use_scaled_rope"})
+    sizes: dict[str, Any] = {name: params[name] for name in names if name in params}
+    sizes |= {"vocab_size": vocab_size, "rope_type": "llama3" if params.get("use_scaled_rope") else "default"}
+    return ModelArgs(**sizes)
 
 
-def _open(folder: Path, cache: CacheSize) -> Checkpoint:
-    if (folder / "params.json").is_file():
-        params = json.loads((folder / "params.json").read_text())
-        files = sorted(folder.glob("consolidated.*.pth"))
-        shards = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in files]
-        if not shards or "output.weight" not in shards[0]:
-            raise UnknownModel(f"{folder} holds params.json, but no consolidated.*.pth with output.weight.")
-        parts = {name: [shard[name] for shard in shards] for name in shards[0]}
-        vocab_size = sum(len(part) for part in parts["output.weight"])
-        return Checkpoint(args_from_params(params, cache, vocab_size), parts, {}, half_split=False)
-    if not (folder / "config.json").is_file():
-        raise UnknownModel(f"{folder} holds neither config.json (transformers) nor params.json (Meta).")
-    config = cast(PretrainedConfig, AutoConfig.from_pretrained(folder))
-    args = args_from_config(config, cache)
-    index = folder / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    handles: list[Any] = [safe_open(folder / name, framework="pt") for name in sorted(names)]
-    stored: dict[str, list[Any]] = {
-        name: [handle.get_slice(name)] for handle in handles for name in handle.offset_keys()
-    }
-    return Checkpoint(args, stored, _TRANSFORMERS, half_split=True)
-
-
-def _fill(model: Transformer, checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device | str) -> None:
-    names = [name for name, _ in model.named_parameters() if not (model.args.tied and name == "output.weight")]
-    for name in names:
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        part = checkpoint.read(name, *_place(module, leaf)).to(device, dtype).contiguous()
-        setattr(module, leaf, nn.Parameter(part, requires_grad=False))
-    used = {checkpoint.stored(name) for name in [*names, "output.weight"]}
-    extra = [name for name in checkpoint.parts if name not in used and not name.endswith(("inv_freq", "rope.freqs"))]
-    if extra:
-        raise UnsupportedModel(f"The checkpoint has weights that nothing here uses: {', '.join(extra[:5])}.")
-
-
-def _place(module: nn.Module, leaf: str) -> tuple[tuple[int, ...], tuple[slice, ...]]:
-    """The shape of a whole parameter, and where this rank's part is in it."""
-    shape = list(module.get_parameter(leaf).shape)
-    index = [slice(None)] * len(shape)
-    axis = module.sharded.get(leaf) if isinstance(module, ParallelLinear) else None
-    if axis is not None:
-        shape[axis] *= num_ranks()
-        index[axis] = share(shape[axis], "entries")
-    return tuple(shape), tuple(index)
+def _refuse_others(found: Mapping[str, Any], known: Iterable[str]) -> None:
+    # None, False, 0 and empty say that a feature is off, and what is off needs no implementation; names with an
+    # underscore are a library's notes to itself.
+    others = {name for name in found if found[name] and not name.startswith("_")}.difference(known)
+    if others:
+        settings = ", ".join(f"{name}={found[name]!r}" for name in sorted(others))
+        raise UnsupportedModel(f'The llama engine does not implement {settings}: try engine="transformers".')

@@ -24,7 +24,7 @@ from jackfield.engines.transformers.loading import limits, load
 from jackfield.engines.transformers.run import Run
 from jackfield.engines.transformers.serving import Serving
 from jackfield.engines.transformers.witness import refuse_unwitnessed
-from jackfield.errors import EngineDied, InvalidRequest, TracingError, UnknownValue, near
+from jackfield.errors import EngineDied, InvalidRequest, TracingError, UnknownValue
 from jackfield.interleave.modes import modes_restored
 from jackfield.interleave.worker import Channel, Worker
 from jackfield.values.anatomy import AttentionAnatomy, Missing
@@ -32,7 +32,7 @@ from jackfield.values.families.family import Family
 from jackfield.values.interface import AttentionFuser
 from jackfield.values.layer import Layer, part_at
 from jackfield.values.part import Part
-from jackfield.values.tree import RAW_NAMES, named_modules
+from jackfield.values.tree import RAW_NAMES, submodule
 
 NOWHERE_TO_BEGIN = "its graph begins at the token embeddings, and this model names no module that makes them"
 
@@ -149,12 +149,7 @@ class TransformersEngine(Engine):
         return alibi_slopes(self.model, self.module(self.attention(layer).path), self.attention(layer).num_heads)
 
     def module(self, path: str) -> nn.Module:
-        try:
-            return self.model.get_submodule(path)
-        except AttributeError:
-            raise UnknownValue(
-                f"There is no module {path!r} in this model.{near(path, named_modules(self.model))}"
-            ) from None
+        return submodule(self.model, path)
 
     def part(self, path: str) -> Part:
         if path not in self._parts:
