@@ -3,9 +3,6 @@
 It stands above both, because a worker's process begins here, and nothing below knows what a `Model` is.
 """
 
-# vLLM is not installed where types are checked: what is derived from it has none.
-# pyright: reportUntypedBaseClass=false, reportIncompatibleVariableOverride=false
-
 from jackfield.engines.vllm.worker import Worker as EngineWorker
 from jackfield.model import Model
 

@@ -10,6 +10,8 @@ import pytest
 from tests.docs.page import ROOT, agree
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+WITH_VLLM = {"engines"}
+"""Those that start a vLLM: tests/engines/vllm runs them, with its settings."""
 executed: Callable[[Path], nbformat.NotebookNode] = runpy.run_path(str(ROOT / "docs" / "make_notebooks.py"))["executed"]
 
 
@@ -29,7 +31,7 @@ def pictures(notebook: nbformat.NotebookNode) -> int:
 @pytest.mark.slow
 # The kernel's process and its sockets are left to the garbage collector.
 @pytest.mark.filterwarnings("default::ResourceWarning", "default::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem not in WITH_VLLM], ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path):
     committed, again = nbformat.read(path, as_version=4), executed(path)
     for new, old in zip(printed(again), printed(committed), strict=True):

@@ -60,7 +60,9 @@ def read_everything(model: jf.Model, t: Any) -> None:
     """Saves `steps`: per step, every available value by (layer, name), as the reference names them."""
     steps = []
     for _ in t.iter[:]:
-        found: dict[tuple[int | None, str], Tensor] = {(None, "token_embeddings"): model.token_embeddings}
+        found: dict[tuple[int | None, str], Tensor] = {}
+        if model.support()["token_embeddings"] is None:
+            found[None, "token_embeddings"] = model.token_embeddings
         for number, layer in enumerate(model.layers):
             read_layer(number, layer, found)
         for name in ("final_norm_output", "logits", "next_token_probabilities"):

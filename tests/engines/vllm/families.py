@@ -5,7 +5,7 @@ hands to its attention otherwise, and which values it cannot serve and why.
 """
 
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import jackfield as jf
 from tests import zoo
-from tests.engines.transformers.reading import ALIBI, pairs, read_everything
+from tests.engines.transformers.reading import ALIBI, IN_ORDER, pairs, read_everything
 from tests.engines.vllm.tiny import start_folder
 from tests.reference.compare import BY_QUERY, assert_close
 from tests.reference.record import Step, record
@@ -43,6 +43,9 @@ class Family:
         missing: what is not served, and a part of the reason that `support()` gives.
         queries_factor: what vLLM's queries are of transformers'.
         told: settings in which what vLLM is told differs, so that it computes the same.
+        pairs_apart: vLLM has the even places of queries and keys first, then the odd ones: of each pair that is rotated
+            the two stand half a head apart.
+        spoiled: changes transformers' model before vLLM reads it, in the one thing that vLLM does otherwise.
     """
 
     zoo: str
@@ -53,6 +56,8 @@ class Family:
     missing: Mapping[str, str] = field(default_factory=dict[str, str])
     queries_factor: float = 1.0
     told: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    pairs_apart: bool = False
+    spoiled: Callable[[PreTrainedModel], None] = lambda _model: None
 
     def __str__(self) -> str:
         return self.zoo if self.backend == "vllm" else f"{self.zoo} by transformers"
@@ -62,6 +67,23 @@ def by_transformers(name: str, over: Mapping[str, Any] = WIDE, **rest: Any) -> F
     """A family that vLLM runs as transformers has it."""
     return Family(name, over, "transformers", **rest)
 
+
+def without_rotary_keys(model: PreTrainedModel) -> None:
+    """The rotated part of latent attention's keys is zero: the CPU's backend rotates otherwise than transformers.
+
+    With it, vLLM 0.32 alone, without jackfield, makes other tokens than transformers; a first token, which sees one key
+    and so no position, agrees to the last digits.
+    """
+    for layer in model.get_submodule("model.layers").children():
+        projection: Any = layer.get_submodule("self_attn.kv_a_proj_with_mqa")
+        projection.weight.data[model.config.kv_lora_rank :] = 0
+
+
+SEVERAL_STREAMS = dict.fromkeys(
+    ("layer_input", "attention_output", "layer_mid", "mlp_output", "layer_output"), "not one stream"
+)
+OF_ATTENTION = tuple(name for name in IN_ORDER if name.startswith("attention_") and "norm" not in name)
+OF_HEADS = tuple(name for name in OF_ATTENTION if name != "attention_output")
 
 FAMILIES: tuple[Family, ...] = (
     Family("llama"),
@@ -86,6 +108,37 @@ FAMILIES: tuple[Family, ...] = (
     Family("gpt_oss"),
     Family("glm4", {"hidden_size": 128, "head_dim": 32}),
     Family("exaone4"),
+    Family(
+        "gemma3n_text",  # layers that share keys: vLLM knows the one arrangement that was trained
+        {"hidden_size": 128, "head_dim": 32, "num_kv_shared_layers": 3},
+        missing={
+            "token_embeddings": "scales this model's embeddings",
+            **SEVERAL_STREAMS,
+            **{name: "keys of another layer" for name in OF_HEADS if name != "attention_keys_prerotary"},
+        },
+    ),
+    Family(
+        "llama4_text",  # vLLM tunes no temperature where max_model_len is short, and cuts chunks at whole blocks
+        {"hidden_size": 128, "head_dim": 32, "attention_chunk_size": 32, "attn_temperature_tuning": False},
+        pairs_apart=True,
+        missing=dict.fromkeys(
+            ("attention_scores", "attention_probabilities", "attention_cached_keys", "attention_cached_values"),
+            "ChunkedLocalAttention, chooses its keys",
+        ),
+    ),
+    Family(
+        "deepseek_v3",  # the widths that the CPU's latent attention has; without experts, which vLLM weighs otherwise
+        {
+            **WIDE,
+            "first_k_dense_replace": 4,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        },
+        spoiled=without_rotary_keys,
+        missing=dict.fromkeys(OF_HEADS, "MLAAttention, is not given queries, keys and values of heads"),
+    ),
     by_transformers("gpt_neox"),
     by_transformers("phi", {"hidden_size": 128, "qk_layernorm": False}),
     by_transformers("starcoder2"),
@@ -148,12 +201,14 @@ class Running:
 
     def _wanted(self, want: Tensor, name: str, layer: int | None, step: Step, steps: Sequence[Step]) -> Tensor:
         """vLLM lets go of whole blocks of positions, so that its cache holds more than a window: all so far, here."""
+        if layer is not None and name.startswith("attention_cached"):
+            new = name.replace("cached_", "")
+            want = torch.cat([earlier.layers[layer][new] for earlier in steps[: step.index + 1]], 2)
         if name in ("attention_queries", "attention_queries_prerotary"):
-            return want * self.family.queries_factor
-        if layer is None or not name.startswith("attention_cached"):
-            return want
-        new = name.replace("cached_", "")
-        return torch.cat([earlier.layers[layer][new] for earlier in steps[: step.index + 1]], 2)
+            want = want * self.family.queries_factor
+        if self.family.pairs_apart and ("queries" in name or "keys" in name):
+            want = torch.cat([want[..., 0::2], want[..., 1::2]], -1)
+        return want
 
 
 def _with_cancelled(got: Tensor, want: Tensor, tolerance: float) -> Tensor:
@@ -170,6 +225,7 @@ def _with_cancelled(got: Tensor, want: Tensor, tolerance: float) -> Tensor:
 def running(family: Family, **options: Any) -> Generator[Running]:
     """The family in an engine that is gone afterwards."""
     hf = zoo.build(family.zoo, fresh=True, **family.over)
+    family.spoiled(hf)
     decoder: Any = hf.get_decoder()
     with TemporaryDirectory() as folder, _as_it_was(type(decoder)):
         hf.save_pretrained(folder)

@@ -6,6 +6,7 @@ With "leave" it says which processes it has, and ends without a word to them.
 """
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -84,6 +85,27 @@ def failure(model: jf.Model) -> list[Any]:
     return []
 
 
+def prints(m: jf.Model, t: Any) -> None:
+    for step in t.iter[:]:
+        print(f"{len(t.positions)} rows in step {step}")
+        m.logits.sum()
+
+
+def prints_and_fails(m: jf.Model, t: Any) -> None:
+    print("about to fail")
+    m.layers[2].layer_output.sum()
+    raise OwnError(1, other=2)
+
+
+def printed(model: jf.Model) -> list[str]:
+    """What blocks print, by their clients' prompts, and what is printed by one that then fails."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        model.run(PROMPTS[:2], prints, max_tokens=2, ignore_eos=True)
+        with contextlib.suppress(OwnError):
+            model.run(PROMPTS[0], prints_and_fails, max_tokens=2)
+    return out.getvalue().splitlines()
+
+
 def broken(model: jf.Model) -> str:
     outside = Broken()
 
@@ -145,7 +167,7 @@ def main(folder: str, *rest: str) -> None:
         time.sleep(1.0)
         print(json.dumps(children()), flush=True)
         os._exit(0)
-    answers = [sums, failure, broken, stopped, mapped, interrupted]
+    answers = [sums, failure, printed, broken, stopped, mapped, interrupted]
     said: dict[str, Any] = {answer.__name__: answer(model) for answer in answers}
     said["again"] = sums(model)
     said["held"] = dict(engine_of(model).held)

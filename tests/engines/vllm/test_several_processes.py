@@ -54,6 +54,13 @@ def test_an_error_keeps_its_class_attributes_and_line(said: Any) -> None:
     assert said["failure"] == [1, 2, "raise OwnError(1, other=2)"]
 
 
+def test_what_blocks_print_shows_in_the_caller(said: Any) -> None:
+    """Once for each prompt, and in the order of the prompts, whatever the order in the batch."""
+    one, other = (len(prompt) for prompt in several_processes.PROMPTS[:2])
+    rows = [f"{count} rows in step {step}" for length in (one, other) for step, count in enumerate((length, 1))]
+    assert said["printed"] == [*rows, "about to fail"]
+
+
 def test_what_cannot_be_unpickled_is_its_own_error(said: Any) -> None:
     assert said["broken"] == "KeyError('not there')"
 

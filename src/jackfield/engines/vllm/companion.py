@@ -1,8 +1,9 @@
 """One traced request as a worker process has it: its block, the step it is at, and what it must not lose."""
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any, Final
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from jackfield.engines.vllm.alike import Alike, AlikeWorker
 from jackfield.engines.vllm.graphs import armed_site
+from jackfield.engines.vllm.interrupts import is_apart
 from jackfield.engines.vllm.shipping import Shipment
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Site
@@ -24,18 +26,23 @@ DYNAMIC_NAMES: Final = frozenset({"getattr", "attrgetter", "read"})  # by which 
 
 @dataclass(slots=True)
 class Fate:
-    """What became of a block, on its way back to the client. `interrupt`: what ended it was no error."""
+    """What became of a block, on its way back to the client. `interrupt`: what ended it was no error.
+
+    `printed`: what it printed in another process than the client's.
+    """
 
     saved: dict[str, Any] = field(default_factory=dict[str, Any])
     returned: Any = None
     error: Exception | None = None
     stopped: bool = False
     interrupt: BaseException | None = None
+    printed: str = ""
 
     @classmethod
-    def failed(cls, error: BaseException) -> "Fate":
+    def failed(cls, error: BaseException, printed: str = "") -> "Fate":
         """Of a block that ended in this."""
-        return cls(error=error) if isinstance(error, Exception) else cls(interrupt=error)
+        is_error = isinstance(error, Exception)
+        return cls(error=error, printed=printed) if is_error else cls(interrupt=error, printed=printed)
 
 
 class TracedWorker(AlikeWorker):
@@ -83,6 +90,7 @@ class Companion:
         self.early = self.names_early or bool(shipment.block.names & DYNAMIC_NAMES)  # whether it may want that
         self.worker.body = shipment.block.bind(self.tracer, device, model)
         self._failure: BaseException | None = None
+        self._printed = StringIO() if is_apart() else None
 
     def step_at(self, position: int) -> int:
         """Which step the row at an absolute position belongs to."""
@@ -116,10 +124,15 @@ class Companion:
     def guarded(self) -> Generator[None]:
         """Whatever goes wrong within ends this request, and neither the others nor the engine."""
         try:
-            yield
+            with self._heard():
+                yield
         except BaseException as error:
             self._failure = error
             self.close()
+
+    def _heard(self) -> AbstractContextManager[Any]:
+        """In which what a block prints in another process than its client's is kept; in the client's it is shown."""
+        return nullcontext() if self._printed is None else redirect_stdout(self._printed)
 
     def finish(self) -> Fate:
         """The request has no more steps: what became of its block."""
@@ -132,9 +145,10 @@ class Companion:
 
     def _fate(self) -> Fate:
         failure = self._failure if self._failure is not None else self.worker.error
+        printed = "" if self._printed is None else self._printed.getvalue()
         if failure is not None:
-            return Fate.failed(failure)
-        return Fate(self.tracer.saved, self.worker.returned, stopped=self.worker.stopped)
+            return Fate.failed(failure, printed)
+        return Fate(self.tracer.saved, self.worker.returned, stopped=self.worker.stopped, printed=printed)
 
     def close(self) -> None:
         """Ends the block where it is."""

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 NO_HEADS = "no module of this attention gives these before the rotary embedding"
 UNHEARD = "it was not heard in the probe"
+SCALED = "transformers scales this model's embeddings inside of their module, and how much is not seen in this one"
 Found = Channel | str
 
 
@@ -135,10 +136,11 @@ class Describer:
         if site not in self.of:
             return "the embedding module was not found in this model"
         given, entering = self.of[site].x, self.seen_stream
-        factor = 1.0
-        if has_scaled_embedding(self.engine.runner.model_config.hf_config) and given.shape == entering.shape:
-            factor = float((given * entering).sum() / given.square().sum())
-            factor = factor if self.near.same(given * factor, entering) else 1.0
+        if not has_scaled_embedding(self.engine.runner.model_config.hf_config):
+            return self._stream("token_embeddings", site)
+        factor = float((given * entering).sum() / given.square().sum()) if given.shape == entering.shape else 0.0
+        if not self.near.same(given * factor, entering):
+            return SCALED
         return self._stream("token_embeddings", site, factor=factor)
 
     def _stream(self, title: str, site: Site, *, summed: bool = False, factor: float = 1.0) -> Found:

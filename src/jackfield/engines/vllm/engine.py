@@ -18,6 +18,7 @@ from jackfield.engines.vllm.answers import can_map, heard
 from jackfield.engines.vllm.companion import Fate
 from jackfield.engines.vllm.description import Description, outline
 from jackfield.engines.vllm.driver import CLOSED, Driver, Ended, Sample
+from jackfield.engines.vllm.foreign import foreign
 from jackfield.engines.vllm.recorder import PLAIN, PROBE
 from jackfield.engines.vllm.served import Served
 from jackfield.engines.vllm.shipping import KEY, Ends, Shipment, dumps, pack
@@ -243,13 +244,13 @@ def _arguments(sampling: Sampling) -> dict[str, Any]:
 
 def _params(**given: Any) -> Any:
     """The `vllm.SamplingParams` of these arguments."""
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
-
-    return cast("Any", SamplingParams(**given))
+    return foreign("vllm", "SamplingParams")(**given)
 
 
 def _add(outcome: Outcome, ended: Ended) -> None:
     fate = Fate() if ended.fate is None else ended.fate
+    if fate.printed:
+        print(fate.printed, end="")
     if fate.interrupt is not None:
         raise fate.interrupt
     (made,) = ended.output.outputs

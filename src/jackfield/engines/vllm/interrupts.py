@@ -16,10 +16,14 @@ WATCHED_S: Final = 1.0
 GRACE_S: Final = 10.0
 
 
+def is_apart() -> bool:
+    """Whether this is a process of vLLM's own, and not its client's."""
+    return multiprocessing.current_process().name.startswith(NAMES)
+
+
 def follow_client() -> None:
     """In a process of vLLM's own: interrupts are not heard, and it ends soon after the process that started it."""
-    own = multiprocessing.current_process().name.startswith(NAMES)
-    if own and threading.current_thread() is threading.main_thread():
+    if is_apart() and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_end_with, args=(os.getppid(),), name="jackfield-client", daemon=True).start()
 

@@ -19,6 +19,7 @@ from jackfield.interleave.site import Port, Site
 from jackfield.values.anatomy import Missing
 
 NOTHING_ADDS_UP = "no tensors of this layer were found that add up to its stream"
+FUSED = "the down projections of this layer are fused into one kernel, which keeps the neurons"
 NO_NORM = Missing("no norm of this layer feeds it")
 STREAM = ("layer_input", "attention_output", "layer_mid", "mlp_output", "layer_output")
 SEVERAL_STREAMS = Missing("what passes from layer to layer is not one stream")
@@ -100,7 +101,7 @@ class _Layer:
             "layer_output": Stream(self.seen[-1].site, self.summed),
             **sums,
             "attention_norm_output": self._norm_before(self.mixer) or NO_NORM,
-            "mlp_norm_output": self._mlp_norm(),
+            "mlp_norm_output": self._mlp_norm(mlp),
             "mlp_activations": self._activations(mlp),
             "router_logits": self._router(),
         }
@@ -175,12 +176,18 @@ class _Layer:
     # -- what feeds what
 
     def _mlp(self, sums: Mapping[str, Reading]) -> str | None:
-        """The sublayer whose output is added, or that has the projection back to the stream."""
+        """The sublayer whose output is added; or the first behind the attention that has a projection back."""
         added = sums["mlp_output"]
         if isinstance(added, Stream) and added.site.path in self.block.sublayers:
             return added.site.path
         inside = [path for path in self.block.projections if not _is_under(path, self.mixer)]
-        return next((owner for owner in self.block.sublayers for path in inside if _is_under(path, owner)), None)
+        behind = [path for path in self.block.sublayers if self._is_behind(path)]
+        return next((owner for owner in behind for path in inside if _is_under(path, owner)), None)
+
+    def _is_behind(self, path: str) -> bool:
+        """Whether a sublayer is called, and after the attention: Gemma 3n's AltUp is not, its LAuReL comes before."""
+        called = next((i for i, each in enumerate(self.seen) if each.site == Site(path, Port.INPUT)), None)
+        return called is not None and (self.attended is None or called > self.attended)
 
     def _norm_before(self, path: str | None) -> Stream | None:
         given = None if path is None else self._at(Site(path, Port.INPUT))
@@ -188,22 +195,24 @@ class _Layer:
         fits = (each for each in reversed(norms) if given is not None and torch.equal(each.x, given.x))
         return next((Stream(each.site) for each in fits), None)
 
-    def _mlp_norm(self) -> Reading:
+    def _mlp_norm(self, mlp: str | None) -> Reading:
         """What enters the MLP, where that is what a norm gave.
 
         Not the norm's own output, which in layers whose sublayers stand side by side passes before the attention.
         """
-        for path in self.block.sublayers:
-            if path != self.mixer and self._norm_before(path) is not None:
+        for path in (mlp, *self.block.sublayers):
+            if path is not None and path != self.mixer and self._norm_before(path) is not None:
                 return Stream(Site(path, Port.INPUT))
         return NO_NORM
 
     def _activations(self, mlp: str | None) -> Reading:
+        if self.block.routers:  # a shared expert's are not all
+            return Missing(FUSED)
         inside = [path for path in self.block.projections if not _is_under(path, self.mixer)]
         owned = [path for path in inside if mlp is None or _is_under(path, mlp)] or inside
         seen = [path for path in owned if self._at(Site(path, Port.INPUT)) is not None]
         if not seen:
-            return Missing("the down projections of this layer are fused into one kernel, which keeps the neurons")
+            return Missing(FUSED)
         return Stream(Site(seen[-1], Port.INPUT))
 
     def _router(self) -> Reading:

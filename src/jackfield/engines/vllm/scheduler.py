@@ -3,25 +3,22 @@
 And it ends the requests whose block has stopped or failed, by what the worker's output says of them.
 """
 
-# vLLM is not installed where types are checked: what is derived from it has none.
-# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
-
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.tokenizers import cached_tokenizer_from_config
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
+from jackfield.engines.vllm.foreign import foreign, inherited
 from jackfield.engines.vllm.interrupts import follow_client
-from jackfield.engines.vllm.shipping import KEY
+from jackfield.engines.vllm.shipping import KEY, shipped
+
+Scheduler: Any = foreign("vllm.v1.core.sched.scheduler", "Scheduler")
+AsyncScheduler: Any = foreign("vllm.v1.core.sched.async_scheduler", "AsyncScheduler")
+tokenizer_of: Any = foreign("vllm.tokenizers", "cached_tokenizer_from_config")
+IncrementalDetokenizer: Any = foreign("vllm.v1.engine.detokenizer", "IncrementalDetokenizer")
 
 
 def is_traced(request: Any) -> bool:
     """Whether a request of vLLM's has a block."""
-    return KEY in ((request.sampling_params and request.sampling_params.extra_args) or ())
+    return shipped(request.sampling_params) is not None
 
 
 class _Whole(Scheduler):
@@ -64,7 +61,7 @@ class _Whole(Scheduler):
         """One step without these running requests, which keep their places."""
         self.max_num_running_reqs -= len(resting)
         try:
-            return super().schedule(*args, **kwargs)
+            return inherited(super()).schedule(*args, **kwargs)
         finally:
             self.max_num_running_reqs += len(resting)
             self.running.extend(resting)
@@ -95,7 +92,7 @@ class _Whole(Scheduler):
             if request is not None:
                 request.max_tokens = min(request.max_tokens, request.num_output_tokens + 1)
                 request.sampling_params.min_tokens = 0
-        return super().update_from_output(scheduler_output, model_runner_output)
+        return inherited(super()).update_from_output(scheduler_output, model_runner_output)
 
     def _ended_by_text(self, output: Any) -> list[str]:
         """Traced requests that this step's token gives a stop string.
@@ -109,7 +106,7 @@ class _Whole(Scheduler):
             if request is None or not token_ids or not is_traced(request) or not request.sampling_params.stop:
                 continue
             if request_id not in self._texts:
-                tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
+                tokenizer = tokenizer_of(self.vllm_config.model_config)
                 self._texts[request_id] = IncrementalDetokenizer.from_new_request(tokenizer, request)
             if self._texts[request_id].update(list(token_ids), False):
                 found.append(request_id)
@@ -133,7 +130,7 @@ class _Sync(_Whole): ...
 class _Async(_Whole, AsyncScheduler): ...
 
 
-def scheduler(*args: Any, vllm_config: Any, **kwargs: Any) -> Scheduler:
+def scheduler(*args: Any, vllm_config: Any, **kwargs: Any) -> Any:
     """The one that the configuration asks for: a factory, so that both of vLLM's keep their base."""
     follow_client()
     made = _Async if vllm_config.scheduler_config.async_scheduling else _Sync

@@ -55,6 +55,19 @@ class Ends:
     shared: Callable[[Any], Any]
 
 
+def shipped(params: Any) -> tuple[str, bytes] | None:
+    """The name and the block that `vllm.SamplingParams` bring, if they do.
+
+    Only bytes are a block. What comes over HTTP is JSON, which has none: it is never unpickled.
+    """
+    extra: dict[str, Any] = (params and params.extra_args) or {}
+    match extra.get(KEY):
+        case [str() as name, bytes() as data]:
+            return name, data
+        case _:
+            return None
+
+
 def pack(shipment: Shipment, ends: Ends) -> bytes:
     """A shipment as bytes. TracingError names what cannot be sent."""
     try:

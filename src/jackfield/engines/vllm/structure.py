@@ -100,7 +100,7 @@ def _block(path: str, modules: Mapping[str, nn.Module], ops: Mapping[str, Any]) 
 def _unheard(op: Any) -> str | None:
     """Why an attention layer's values are not to be had."""
     if not is_listened_to(op):
-        return "its attention is of a kind that is not listened to"
+        return f"its attention, {type(op).__name__}, is not given queries, keys and values of heads"
     if getattr(op, "kv_sharing_target_layer_name", None) is not None:  # Gemma 3n and 4
         return "it attends to the keys of another layer, and is given none of its own"
     return None

@@ -4,28 +4,27 @@ Nothing of vLLM is patched: the runner's own methods are wrapped on the instance
 jackfield started. An engine that was started otherwise has no such worker.
 """
 
-# vLLM is not installed where types are checked: what is derived from it has none.
-# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.platforms import current_platform
 
 from jackfield.engines.engine import Engine
 from jackfield.engines.vllm.answers import PROOF, Lender, unsendable
 from jackfield.engines.vllm.companion import Fate
+from jackfield.engines.vllm.foreign import foreign, inherited
 from jackfield.engines.vllm.interrupts import follow_client
+from jackfield.engines.vllm.salt import salted
 from jackfield.engines.vllm.shipping import KEY, loads
+from jackfield.engines.vllm.versions import check_version
 from jackfield.engines.vllm.worker_engine import WorkerEngine
 
-if TYPE_CHECKING or not current_platform.is_cpu():
-    from vllm.v1.worker.gpu_worker import Worker as _Base
-else:
-    from vllm.v1.worker.cpu_worker import CPUWorker as _Base  # of which nothing may be imported beside a GPU
+_Base: Any = (
+    foreign("vllm.v1.worker.cpu_worker", "CPUWorker")  # of which nothing may be imported beside a GPU
+    if foreign("vllm.platforms", "current_platform").is_cpu()
+    else foreign("vllm.v1.worker.gpu_worker", "Worker")
+)
 
 
 class Worker(_Base):
@@ -40,13 +39,15 @@ class Worker(_Base):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         follow_client()
+        check_version()
+        self.vllm_config.additional_config = salted(self.vllm_config.additional_config)
         super().load_model(*args, **kwargs)
         self._lender = Lender()
         self.jackfield = WorkerEngine(self.model_runner, self.vllm_config, self.front)
 
     def compile_or_warm_up_model(self) -> Any:
         self.jackfield.settle_graphs()
-        return super().compile_or_warm_up_model()
+        return inherited(super()).compile_or_warm_up_model()
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
@@ -58,11 +59,11 @@ class Worker(_Base):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.jackfield.arrive(scheduler_output)
-        return super().execute_model(scheduler_output)
+        return inherited(super()).execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """The runner's output, and in it which requests end by their blocks; the logits have been computed by then."""
-        output: Any = super().sample_tokens(grammar_output)
+        output: Any = inherited(super()).sample_tokens(grammar_output)
         if ended := self.jackfield.settle():
             setattr(_told(output), KEY, ended)
         return output
@@ -122,7 +123,7 @@ class Worker(_Base):
         try:
             return self._answer(fate, lending=lending)
         except Exception as error:
-            return self._answer(Fate(error=unsendable(fate, error)))
+            return self._answer(Fate(error=unsendable(fate, error), printed=fate.printed))
 
 
 def _told(output: Any) -> Any:

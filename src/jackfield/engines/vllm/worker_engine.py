@@ -20,7 +20,7 @@ from jackfield.engines.vllm.raw import Gates, RawChannel
 from jackfield.engines.vllm.raw_parts import RawJoint
 from jackfield.engines.vllm.rows import runner_of
 from jackfield.engines.vllm.served import Served
-from jackfield.engines.vllm.shipping import KEY
+from jackfield.engines.vllm.shipping import shipped
 from jackfield.engines.vllm.structure import is_listened_to, put_taps, read_structure
 from jackfield.engines.vllm.taps import NOW, named
 from jackfield.engines.vllm.untraceable import untraceable
@@ -79,9 +79,8 @@ class WorkerEngine(Served):
             self._keep(request_id)
         self.host.ended(scheduler_output.finished_req_ids)
         for new in scheduler_output.scheduled_new_reqs:
-            extra: Mapping[str, Any] = (new.sampling_params and new.sampling_params.extra_args) or {}
-            if KEY in extra:
-                self.host.begin(new.req_id, *extra[KEY])
+            if (sent := shipped(new.sampling_params)) is not None:
+                self.host.begin(new.req_id, *sent)
         watched = self.host.watching_for(scheduler_output.num_scheduled_tokens)
         rows = self.rows
         rows.traced = bool(watched) or self.host.recorder is not None
