@@ -13,6 +13,9 @@ PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(WOR
 # Which tests: `make test TESTS=tests/cli`, or with pytest's own options.
 TESTS ?= tests
 
+# Two ranks of vLLM are not started where another vLLM has been.
+RANKS := tests/engines/vllm/test_tensor_parallel.py
+
 .PHONY: demo test check bench clean
 
 demo: $(STAMPS)/demo
@@ -27,7 +30,8 @@ demo: $(STAMPS)/demo
 # over some, and takes the process's one torch.distributed group.
 test: $(STAMPS)/vllm
 	$(PYTEST) -m "not vllm" $(TESTS)
-	$(if $(filter tests,$(TESTS)),$(PYTEST) -m vllm tests/engines/vllm tests/contract tests/interventions)
+	$(if $(filter tests,$(TESTS)),$(PYTEST) -m vllm --ignore $(RANKS) tests/engines/vllm tests/contract tests/interventions)
+	$(if $(filter tests,$(TESTS)),$(PYTEST) -n 0 $(RANKS))
 
 check: $(STAMPS)/dev
 	$(BIN)/ruff check
