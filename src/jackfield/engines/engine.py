@@ -3,13 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from jackfield.engines.prompt import Prompt, Tokenizer
 from jackfield.engines.request import Completion, Sampling
+from jackfield.errors import EngineDied
 from jackfield.interleave.worker import Channel, Worker
 from jackfield.trace.tracer import Tracer
 from jackfield.values.anatomy import AttentionAnatomy
@@ -143,3 +144,22 @@ class Engine(ABC):
     @abstractmethod
     def support(self, layer: int | None) -> Mapping[str, str | None]:
         """For each name, None or the reason it is not available."""
+
+
+M = TypeVar("M")
+
+
+class LoadedEngine(Engine, Generic[M]):
+    """An engine whose model is an object in this process."""
+
+    _model: M | None
+
+    @property
+    def model(self) -> M:
+        """What runs; EngineDied after `close`."""
+        if self._model is None:
+            raise EngineDied("This model was closed; load it again with jackfield.Model(...).")
+        return self._model
+
+    def close(self) -> None:
+        self._model = None

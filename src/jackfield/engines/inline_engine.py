@@ -8,18 +8,18 @@ import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from jackfield.engines.choosing import RowChooser
-from jackfield.engines.engine import Engine, Facts, Outcome, Request
+from jackfield.engines.engine import Facts, LoadedEngine, Outcome, Request
 from jackfield.engines.inline import Derivation, DerivedChannel, InlineChannel, InlineRun, InlineTap
 from jackfield.engines.prompt import Tokenizer
 from jackfield.engines.request import Limits, Sampling, admit
-from jackfield.errors import EditMismatch, EngineDied, InvalidRequest, TracingError, Unavailable, UnknownValue
+from jackfield.errors import EditMismatch, InvalidRequest, TracingError, Unavailable, UnknownValue
 from jackfield.interleave.modes import modes_restored
 from jackfield.interleave.worker import Channel, Worker
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, LayerAnatomy, Missing
@@ -46,7 +46,7 @@ class Projects(Protocol):
 M = TypeVar("M", bound=Projects)
 
 
-class InlineEngine(Engine, Generic[M]):
+class InlineEngine(LoadedEngine[M]):
     """An engine whose `model` hands its values to a tap. `max_batch_size` is how many samples run beside each other."""
 
     name: str  # in messages
@@ -64,7 +64,7 @@ class InlineEngine(Engine, Generic[M]):
         eos_ids: frozenset[int],
         max_batch_size: int,
     ) -> None:
-        self._model: M | None = model
+        self._model = model
         self.facts, self.limits = facts, limits
         self.anatomy = Anatomy(tuple(map(self._layer, range(facts.num_layers))), {}, None, None)
         self.tokenizer, self.config = tokenizer, config
@@ -74,16 +74,6 @@ class InlineEngine(Engine, Generic[M]):
         self._channels = {(name, layer): self._made(name, layer) for name in VALUES for layer in layers}
         self._run: InlineRun | None = None
         self._lock = threading.Lock()
-
-    @property
-    def model(self) -> M:
-        """What runs; EngineDied after `close`."""
-        if self._model is None:
-            raise EngineDied("This model was closed; load it again with jackfield.Model(...).")
-        return self._model
-
-    def close(self) -> None:
-        self._model = None
 
     # -- what an engine brings
 

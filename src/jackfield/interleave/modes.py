@@ -35,7 +35,7 @@ class BlockModes:
 
     def enter(self) -> None:
         """The block runs on."""
-        engine = (
+        engine = (  # as in `leave`; a function for both would be called twice at every read
             is_grad_enabled(),
             is_inference_mode_enabled(),
             _is_any_autocast_enabled(),

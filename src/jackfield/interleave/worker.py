@@ -7,21 +7,18 @@ too late is found.
 """
 
 import contextvars
-import sys
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import greenlet
 import torch
 from torch import Tensor
 
 from jackfield.errors import EditMismatch, NotReached, OutOfOrder
+from jackfield.interleave.held import MANY, Held
 from jackfield.interleave.modes import BlockModes, is_autocast_on, without_autocast
-from jackfield.interleave.nest import tensors
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
 
@@ -91,76 +88,6 @@ def _differences(value: Tensor, wanted: Tensor) -> Iterator[tuple[str, Any, Any]
         yield "layout", value.layout, wanted.layout
 
 
-SMALL_BYTES: Final = 1 << 16
-"""A copy up to this size is kept until its step is over: that is cheaper than a witness of it that has no memory."""
-MANY: Final = 32
-_Leaves = list[tuple[Tensor, torch.Size, int]]
-
-
-class _Held:
-    """A private copy in the block's hands, with the versions of its tensors when they were last as the model's.
-
-    When the block has moved past it, that it was changed is seen even where the block has dropped it. The memory of a
-    large one is not kept: a witness shares its version counter, and keeps that when it is given other data.
-    """
-
-    __slots__ = ("_large", "channel", "leaves", "selection", "step", "value")
-
-    def __init__(self, channel: Channel, selection: Selection, value: Any, step: int) -> None:
-        self.channel, self.selection, self.value, self.step = channel, selection, value, step
-        if isinstance(value, Tensor):
-            self.leaves: _Leaves = [(value, value.shape, value._version)]
-        else:
-            self.leaves = [(leaf, leaf.shape, leaf._version) for leaf in tensors(value)]
-        self._large: list[weakref.ref[Tensor]] | None = None
-
-    @property
-    def changed(self) -> bool:
-        for leaf, _, version in self.leaves:  # noqa: SIM110 - any() takes twice the time
-            if leaf._version != version:
-                return True
-        return False
-
-    def settled(self) -> None:
-        self.leaves = [(leaf, shape, leaf._version) for leaf, shape, _ in self.leaves]
-
-    def let_go(self) -> None:
-        """The block has moved past it."""
-        self.value = None
-        for leaf, _, _ in self.leaves:
-            if leaf.nbytes > SMALL_BYTES:
-                self._large = [weakref.ref(each) for each, *_ in self.leaves]
-                self.leaves = [(_witness(each), shape, version) for each, shape, version in self.leaves]
-                return
-
-    @property
-    def anywhere(self) -> bool:
-        """Whether anyone has the copy still, after it was let go."""
-        if self._large is not None:
-            return any(each() is not None for each in self._large)
-        return _references(self.leaves) > _own_references()
-
-
-def _references(leaves: _Leaves) -> int:
-    """To the leaf that has most."""
-    most = 0
-    for leaf, _, _ in leaves:
-        most = max(most, sys.getrefcount(leaf))
-    return most
-
-
-@lru_cache(maxsize=1)
-def _own_references() -> int:
-    """Those to a leaf that nobody else has: of the list, of the loop; versions of Python count differently."""
-    return _references([(torch.empty(0), torch.Size(), 0)])
-
-
-def _witness(tensor: Tensor) -> Tensor:
-    witness = tensor.detach()
-    witness.data = witness.new_empty(0)
-    return witness
-
-
 def _from_the_block(error: Exception) -> Exception:
     """The error without the frame that called the block: a cycle through the worker would keep tensors alive."""
     trace = error.__traceback__
@@ -190,8 +117,8 @@ class Worker:
         self.interrupt: BaseException | None = None
         self.returned: Any = None
         self.finalize: Callable[[], None] = lambda: None
-        self._held: list[_Held] = []
-        self._past: list[_Held] = []  # what the block has moved past
+        self._held: list[Held] = []
+        self._past: list[Held] = []  # what the block has moved past
         self._many = MANY  # of them, after which those that nobody has any more are forgotten
         self._modes = BlockModes()
         self._engine: greenlet.greenlet | None = None
@@ -277,7 +204,7 @@ class Worker:
                 return held.value
             self._settle()
         value = self._copy(channel, selection)
-        held = _Held(channel, selection, value, self.step)
+        held = Held(channel, selection, value, self.step)
         self._held.append(held)
         if torch.is_grad_enabled() and channel.writable and any(leaf.requires_grad for leaf, *_ in held.leaves):
             self._put(channel, selection, value)  # the model goes on from the copy, so what follows depends on it
@@ -374,20 +301,20 @@ class Worker:
         for held in changed:
             self._forget(held.channel.memory, but=changed)
 
-    def _forget(self, memory: str, but: Sequence[_Held] = ()) -> None:
+    def _forget(self, memory: str, but: Sequence[Held] = ()) -> None:
         for held in list(self._held):
             if held.channel.memory == memory and held not in but:
                 held.let_go()
                 self._past.append(held)
                 self._held.remove(held)
 
-    def _holding(self, channel: Channel, selection: Selection) -> _Held | None:
+    def _holding(self, channel: Channel, selection: Selection) -> Held | None:
         for held in self._held:  # few: what was read of one site
             if held.channel is channel and held.selection == selection:
                 return held
         return None
 
-    def _write_back(self, held: _Held) -> None:
+    def _write_back(self, held: Held) -> None:
         channel = held.channel
         for leaf, shape, _ in held.leaves:
             if leaf.shape != shape:

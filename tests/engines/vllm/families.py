@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import jackfield as jf
 from tests import zoo
-from tests.engines.transformers.reading import ALIBI, IN_ORDER, pairs, read_everything
+from tests.engines.transformers.reading import ALIBI, IN_ORDER, pairs, read_everything, tokens_of
 from tests.engines.vllm.tiny import start_folder
 from tests.reference.compare import BY_QUERY, assert_close
 from tests.reference.record import Step, record
@@ -180,6 +180,17 @@ class Running:
     def has(self, layer: int | None, name: str) -> bool:
         """Whether the reference has a value."""
         return self.references[0][0].get(name, layer) is not None
+
+    def compare_alone(self) -> None:
+        """Holds tokens and every value of one prompt's run against the reference's."""
+        assert self.alone.token_ids == tokens_of(self.references[0])
+        self.compare(self.alone.saved["steps"], self.references[0])
+
+    def compare_company(self) -> None:
+        """The same of all prompts at once."""
+        for result, steps in zip(self.company, self.references, strict=True):
+            assert result.token_ids == tokens_of(steps)
+            self.compare(result.saved["steps"], steps)
 
     def compare(self, read: Sequence[Mapping[Any, Tensor]], steps: Sequence[Step]) -> None:
         """Holds every value of the reference against what was read."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from jackfield.engines.company import Company
-from jackfield.engines.engine import Engine, Facts, Outcome, Request
+from jackfield.engines.engine import Facts, LoadedEngine, Outcome, Request
 from jackfield.engines.prompt import Tokenizer
 from jackfield.engines.request import FinishReason, Sampling, admit
 from jackfield.engines.transformers.alibi import alibi_slopes
@@ -24,7 +24,7 @@ from jackfield.engines.transformers.loading import limits, load
 from jackfield.engines.transformers.run import Run
 from jackfield.engines.transformers.serving import Serving
 from jackfield.engines.transformers.witness import refuse_unwitnessed
-from jackfield.errors import EngineDied, InvalidRequest, TracingError, UnknownValue
+from jackfield.errors import InvalidRequest, TracingError, UnknownValue
 from jackfield.interleave.modes import modes_restored
 from jackfield.interleave.worker import Channel, Worker
 from jackfield.values.anatomy import AttentionAnatomy, Missing
@@ -37,7 +37,7 @@ from jackfield.values.tree import RAW_NAMES, submodule
 NOWHERE_TO_BEGIN = "its graph begins at the token embeddings, and this model names no module that makes them"
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(LoadedEngine[PreTrainedModel]):
     """A transformers model, run by its own `generate`."""
 
     def __init__(
@@ -63,7 +63,7 @@ class TransformersEngine(Engine):
         self.serving = Serving(loaded, self.anatomy)
         refuse_unwitnessed(loaded, self.anatomy, self.serving)
         self.facts = _facts(loaded, self.anatomy.layers)
-        self._model: PreTrainedModel | None = loaded
+        self._model = loaded
         self.no_gradients = NOWHERE_TO_BEGIN if beginning(self.anatomy) is None else None
         self.gates = Gates(loaded, self.anatomy)
         self._lens = Lens(loaded, self.anatomy)
@@ -71,16 +71,6 @@ class TransformersEngine(Engine):
         self._layers = [Layer(self, layer.path, index) for index, layer in enumerate(self.anatomy.layers)]
         self._raw: dict[tuple[str, str], Channel] = {}
         self.running: Run | None = None
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The transformers model; EngineDied after `close`."""
-        if self._model is None:
-            raise EngineDied("This model was closed; load it again with jackfield.Model(...).")
-        return self._model
-
-    def close(self) -> None:
-        self._model = None
 
     # -- running
 

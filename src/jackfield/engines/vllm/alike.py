@@ -9,7 +9,7 @@ other for ever.
 import hashlib
 import random
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from jackfield.errors import TracingError
 from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Channel, Selection, Worker
 
+ALONE: AbstractContextManager[None] = nullcontext()
 PARTED = (
     "This block does not do the same on all {size} ranks of its model: on rank {rank} {what}, elsewhere something "
     "else. A block runs on every rank, so it must not depend on the time, the process or the order of a set."
@@ -89,22 +90,19 @@ class AlikeWorker(Worker):
         self._alike = alike
 
     def resume(self, message: Any) -> None:
-        if self._alike is None:
+        with ALONE if self._alike is None else self._held_together(self._alike):
             super().resume(message)
-            return
-        with self._alike.randomness.own():
-            super().resume(message)
-        self._check_standing(self._alike)
 
     def throw(self, error: BaseException) -> None:
-        if self._alike is None or isinstance(error, GreenletExit):  # nobody waits for one that is ended
+        alike = None if isinstance(error, GreenletExit) else self._alike  # nobody waits for one that is ended
+        with ALONE if alike is None else self._held_together(alike):
             super().throw(error)
-            return
-        with self._alike.randomness.own():
-            super().throw(error)
-        self._check_standing(self._alike)
 
-    def _check_standing(self, alike: Alike) -> None:
+    @contextmanager
+    def _held_together(self, alike: Alike) -> Generator[None]:
+        """The block runs on, with random states of its own, and then stands where it stands on the other ranks."""
+        with alike.randomness.own():
+            yield
         if not (alike.parted and self.error is not None):  # else it has been told
             alike.check(self._standing)
 
