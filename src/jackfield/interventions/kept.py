@@ -73,8 +73,11 @@ class MeanRow(Kept):
         self._count = 0
 
     def add(self, rows: Tensor) -> None:
-        total = rows.to(torch.promote_types(rows.dtype, torch.float32)).sum(0)
-        self._count += len(rows)
+        self.add_sum(rows.to(torch.promote_types(rows.dtype, torch.float32)).sum(0), len(rows))
+
+    def add_sum(self, total: Tensor, count: int) -> None:
+        """Takes the sum of `count` rows, in the dtype of the mean."""
+        self._count += count
         if self._sum is not None:
             total = total + (self.widened(self._sum, total.shape[-1]) if total.ndim else self._sum)
         self._sum = total

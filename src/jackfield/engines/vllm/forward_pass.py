@@ -1,6 +1,6 @@
 """One forward pass over a batch with traced requests in it: where their rows are, and who waits at each tap."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import Signature
@@ -11,6 +11,7 @@ from torch import Tensor
 from jackfield.engines.vllm.companion import Companion
 from jackfield.engines.vllm.passing import Halves
 from jackfield.engines.vllm.raw import RawPassing
+from jackfield.engines.vllm.tables.buffers import TablePass
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Slot, Worker
 
@@ -53,12 +54,15 @@ class Placed:
 class ForwardPass:
     """The pass that goes on now: taps come here."""
 
-    def __init__(self, host: "Host", clock: int, placed: Sequence[Placed], total: int) -> None:
+    def __init__(
+        self, host: "Host", clock: int, placed: Sequence[Placed], total: int, tabled: TablePass | None = None
+    ) -> None:
         self.host, self.clock, self.placed = host, clock, placed
         self.total = total  # rows of the batch, padding included
         self.of: Mapping[Worker, Placed] = {each.companion.worker: each for each in placed}
         self._fresh: Mapping[Worker, slice] = {each.companion.worker: each.fresh for each in placed}
-        self._again = False
+        self.tabled = tabled
+        self._again = self._replayed = False
         self.kept: dict[Site, Tensor] = {}  # queries and keys before the rotary embedding, for blocks that name them
         self._keeping = host.early if any(each.companion.early for each in placed) else frozenset[Site]()
 
@@ -73,6 +77,8 @@ class ForwardPass:
 
     def end(self) -> None:
         """The pass is over: what waited for something in it in vain is told so."""
+        if self.tabled is not None:
+            self.tabled.end(replayed=self._replayed)
         for each in self.placed:
             last = each.position + each.count
             if last > each.companion.seen:
@@ -81,11 +87,15 @@ class ForwardPass:
                 each.companion.seen, each.companion.kept = last, {}
                 each.companion.worker.written.clear()
 
-    def missed(self) -> bool:
+    def missed(self, tables: Set[Site]) -> bool:
         """Whether a block still waits for what a graph has passed by; one that comes too late is told so.
 
-        To be asked when a graph has been replayed: sites at which it was not cut have gone by in silence.
+        To be asked when a graph has been replayed: sites at which it was not cut have gone by in silence, and so have
+        those that are none of its `tables`.
         """
+        self._replayed = True
+        if self.tabled is not None and not self.tabled.sites <= tables:
+            return True
         return bool([each for each in self.placed if self._misses(each)])  # all are asked: some are told
 
     def _misses(self, placed: Placed) -> bool:
@@ -102,7 +112,7 @@ class ForwardPass:
 
     def begin_again(self) -> None:
         """The same pass runs a second time, with every tap alive: what blocks wrote in the first is written again."""
-        self._again = True
+        self._again, self._replayed = True, False
 
     def before(self, tap: "OpTap", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
         """An attention op is about to run."""
@@ -133,6 +143,8 @@ class ForwardPass:
         """A tensor, or the stream's two halves, passes the tap of this number."""
         slot = self.host.numbered[site]
         slot.passed = self.clock
+        if self.tabled is not None:
+            self.tabled.tap(site, x, residual)
         if slot.workers or self._keeping or self._again or self.host.recorder is not None:
             self.meet(slot, x, residual)  # most taps have nobody, and cost that look
 
