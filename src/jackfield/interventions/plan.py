@@ -5,7 +5,7 @@ What depends on the model is refused here; what depends on the prompt's length, 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from jackfield.interventions.positions import Positions, check_reached, select
 from jackfield.interventions.shared import tensor_of
 from jackfield.values.anatomy import AttentionAnatomy
 from jackfield.values.value import num_heads
+
+Support: TypeAlias = dict[int | None, Mapping[str, str | None]]
+"""Why values are not to be had, by the layer."""
 
 
 class Sizes(Protocol):
@@ -69,9 +72,14 @@ class Plan:
     shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, interventions: Sequence[Intervention], target: Target, named: Mapping[str, Any]) -> "Plan":
-        """The plan of interventions on a model where `named` are shared. InvalidIntervention says what does not fit."""
-        check = _Check(target, named)
+    def of(
+        cls, interventions: Sequence[Intervention], target: Target, named: Mapping[str, Any], known: Support
+    ) -> "Plan":
+        """The plan of interventions on a model where `named` are shared. InvalidIntervention says what does not fit.
+
+        What the target supports is asked once for all plans that share `known`, a dict that begins empty.
+        """
+        check = _Check(target, named, known)
         ready = tuple(check.ready(each) for each in interventions)
         return cls(ready, target.facts.num_layers, check.shapes)
 
@@ -100,9 +108,8 @@ def _check_positions(each: Intervention, num_layers: int, prompt_length: int, en
 class _Check:
     """One list of interventions against one model."""
 
-    def __init__(self, target: Target, named: Mapping[str, Any]) -> None:
-        self._target, self._named = target, named
-        self._support: dict[int | None, Mapping[str, str | None]] = {}
+    def __init__(self, target: Target, named: Mapping[str, Any], known: Support) -> None:
+        self._target, self._named, self._support = target, named, known
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def ready(self, given: Intervention) -> Intervention:

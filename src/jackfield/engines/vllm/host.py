@@ -6,6 +6,7 @@ rows follow from absolute positions alone, so that nothing here depends on how t
 
 from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,7 @@ from jackfield.engines.vllm.forward_pass import FINAL_NORM, LOGITS, ForwardPass,
 from jackfield.engines.vllm.parts import Ranks
 from jackfield.engines.vllm.recorder import PLAIN, PROBE, Recorder, rows_of
 from jackfield.engines.vllm.rows import Row
-from jackfield.engines.vllm.shipping import Ends, loads
+from jackfield.engines.vllm.shipping import Ends, Interventions, Shipment, loads
 from jackfield.engines.vllm.tables.buffers import Owned, TablePass
 from jackfield.engines.vllm.tables.tables import Tables
 from jackfield.engines.vllm.taps import NOW
@@ -105,9 +106,11 @@ class Host:
         if self._ranks.size > 1:
             alike = Alike(self._ranks, Randomness(f"{self._seed} {name}", self.server.facts.device))
         try:
-            shipment = loads(data, self.ends)
-            if self.tables is not None and self.tables.take(request_id, shipment):
-                return None
+            shipment: Shipment = loads(data, self.ends)
+            if isinstance(shipment.block, Interventions):
+                if self.tables is not None and self.tables.take(request_id, name, shipment.block):
+                    return None
+                shipment = replace(shipment, block=shipment.block.block)
             made = Companion(shipment, self.server, self.model, self.slots, alike)
         except BaseException as error:  # of the user's own code, which runs when it is unpickled and bound
             made = error

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,18 +65,55 @@ class Entry:
     vectors: list[Numbers] = field(default_factory=list[Numbers])
 
 
+class Table:
+    """A fixed tensor on the device, and what was written to it on the host since the last pass."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.there = torch.zeros(shape, dtype=dtype, device=device)
+        self._written: list[tuple[int, Tensor]] = []
+
+    def write(self, first: int, rows: Tensor) -> None:
+        """Rows from `first` on."""
+        self._written.append((first, rows))
+
+    def send(self) -> None:
+        """In the order of the stream: passes that run have the old contents, later ones the new.
+
+        And in the order in which they were written, as places are given back and taken again; one copy per run of rows.
+        """
+        written, self._written = self._written, []
+        while written:
+            stop, count = written[0][0], 0
+            for first, rows in written:
+                if first != stop:
+                    break
+                stop, count = first + len(rows), count + 1
+            rows = torch.cat([rows for _, rows in written[:count]])
+            here = rows.pin_memory() if self.there.is_cuda else rows
+            self.there[written[0][0] : stop].copy_(here, non_blocking=True)
+            written = written[count:]
+
+
 class Bank:
     """Fixed tensors on the device, and what is free of them."""
 
     def __init__(
         self, sites: Mapping[Site, int], device: torch.device, *, numbers: int, ops: int, recipes: int
     ) -> None:
-        self._sites, self._device = sites, device
-        self.numbers = torch.zeros(numbers, device=device)
-        self.ops = torch.zeros(ops, FIELDS, dtype=torch.int32, device=device)
-        self.ranges = torch.zeros(recipes, len(sites), 2, dtype=torch.int32, device=device)
+        self._sites = sites
+        self._tables = (
+            Table((numbers,), torch.float32, device),
+            Table((ops, FIELDS), torch.int32, device),
+            Table((recipes, len(sites), 2), torch.int32, device),
+        )
+        self.numbers, self.ops, self.ranges = (table.there for table in self._tables)
         self._numbers, self._ops, self._recipes = Room(numbers), Room(ops), Room(recipes)
         self._vectors: dict[Numbers, _Vectors] = {}
+
+    def send(self) -> None:
+        """What recipes have brought since the last pass goes to the device."""
+        for table in self._tables:
+            table.send()
 
     def add(self, by_site: Mapping[Site, Sequence[Op]], columns: Columns) -> Entry | None:
         """Puts a recipe's operations into the tables. None where one of them is full; nothing is taken then."""
@@ -95,12 +133,12 @@ class Bank:
                 self.remove(entry)
                 return None
             rows.append(_encoded(op, place, columns.of(op)))
-        ranges, at = torch.zeros(len(self._sites), 2, dtype=torch.int32), first
+        ranges, at = np.zeros((len(self._sites), 2), np.int32), first
         for site, ops in by_site.items():
-            ranges[self._sites[site]] = torch.tensor([at, at + len(ops)])
+            ranges[self._sites[site]] = at, at + len(ops)
             at += len(ops)
-        self._copy(self.ops[first : first + len(flat)], torch.tensor(rows, dtype=torch.int32))
-        self._copy(self.ranges[number], ranges)
+        self._tables[1].write(first, torch.tensor(rows, dtype=torch.int32))
+        self._tables[2].write(number, torch.from_numpy(ranges)[None])
         return entry
 
     def remove(self, entry: Entry) -> None:
@@ -124,18 +162,11 @@ class Bank:
             first = self._numbers.take(len(wanted))
             if first is None:
                 return None
-            self._copy(self.numbers[first : first + len(wanted)], wanted)
+            self._tables[0].write(first, wanted)
             self._vectors[key] = _Vectors(first, len(wanted))
         self._vectors[key].uses += 1
         entry.vectors.append(key)
         return self._vectors[key].first
-
-    def _copy(self, there: Tensor, values: Tensor) -> None:
-        """In the order of the stream: passes that run have the old contents, later ones the new."""
-        if self._device.type == "cuda":
-            there.copy_(values.pin_memory(), non_blocking=True)
-        else:
-            there.copy_(values)
 
 
 def _encoded(op: Op, place: int, column: int) -> list[int]:

@@ -4,21 +4,26 @@ In an eager pass each site has buffers of its own, which leave for the host at o
 stay where they are; of these a copy is made when the replay is over, before the next one overwrites them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from jackfield.engines.vllm.tables.columns import Columns
 from jackfield.engines.vllm.tables.program import Keeper, Kept, Places
-from jackfield.engines.vllm.tables.trail import Gathered, Snapshot
+from jackfield.engines.vllm.tables.trail import Chunk, Cut, Gathered
 from jackfield.interleave.site import Site
+from jackfield.interventions.positions import Positions, Rows
 
 if TYPE_CHECKING:
     from jackfield.engines.vllm.tables.tables import Tabled, Tables
 
+SMALL_BYTES: Final = 2**28
+"""Up to where the rows that a pass keeps of all sites stand beside each other on the device."""
 Slots = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
@@ -45,13 +50,20 @@ class Owned:
     count: int
     position: int
 
-    def rows(self, keeper: Keeper) -> list[int]:
-        """Those of them that are kept, and were not in an earlier pass."""
+    def rows(self, positions: Positions, *, last: bool) -> Rows:
+        """Those of them that are meant and were not in an earlier pass; or the last of these alone."""
+        rows = self._fresh(positions) + (self.first - self.position)
+        return rows[-1:] if last else rows
+
+    def kept(self) -> Rows:
+        """The positions of which something is kept."""
+        meant = {keeper.positions for keeper in self.request.program.keepers}
+        found = [self._fresh(positions) for positions in meant]
+        return found[0] if len(found) == 1 else np.unique(np.concatenate([np.empty(0, np.int64), *found]))
+
+    def _fresh(self, positions: Positions) -> Rows:
         start = max(self.request.seen, self.position)
-        kept = keeper.selected.within(range(start, self.position + self.count))
-        shift = self.first + start - self.position
-        rows = [row + shift for row in kept]
-        return rows[-1:] if keeper.reduce == "last" else rows
+        return self.request.selected[positions].rows(start, self.position + self.count)
 
 
 def none_of(rows: int) -> Slots:
@@ -65,6 +77,30 @@ def flat(x: Tensor, rows: int) -> Tensor:
     return own.flatten(1)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Layout:
+    """The columns of all sites beside each other, by dtype: how many, where a site's begin, and each kept thing's."""
+
+    version: int
+    widths: Mapping[torch.dtype, int]
+    starts: Mapping[tuple[Site, torch.dtype], int]
+    first: Mapping[Kept, int]
+
+    @classmethod
+    def of(cls, columns: Columns, dtype: torch.dtype) -> "Layout":
+        """Of the columns that there are, in a model of this dtype."""
+        starts: dict[tuple[Site, torch.dtype], int] = {}
+        widths: dict[torch.dtype, int] = {dtype: 0, torch.float32: 0}
+        for (site, kind), width in columns.widths.items():
+            starts[site, kind] = widths[kind]
+            widths[kind] += width
+        return cls(columns.version, widths, starts, columns.firsts(starts))
+
+    def at(self, site: Site, buffers: Mapping[torch.dtype, Tensor]) -> dict[torch.dtype, Tensor]:
+        """The buffers from a site's first column on."""
+        return {dtype: buffer[:, self.starts.get((site, dtype), 0) :] for dtype, buffer in buffers.items()}
+
+
 class Buffers:
     """Those that stay, and the ways to make a pass's own."""
 
@@ -75,10 +111,20 @@ class Buffers:
         self._said: bytes | None = None  # what the slots of the graphs hold
         self._stash = torch.empty(0)
         self._kept: dict[torch.dtype, Tensor] = {}
-        self._used = set[torch.dtype]()
-        self._first: dict[Kept, int] = {}
-        self._starts: dict[tuple[Site, torch.dtype], int] = {}
-        self._version = -1
+        self._kept_for: Layout | None = None
+        self._layout: Layout | None = None
+
+    def layout(self) -> Layout:
+        """Where the columns of all sites stand beside each other."""
+        if self._layout is None or self._layout.version != self._tables.columns.version:
+            self._layout = Layout.of(self._tables.columns, self._known.dtype)
+        return self._layout
+
+    def whole(self, rows: int) -> dict[torch.dtype, Tensor]:
+        """New buffers with the columns of all sites."""
+        device = self._tables.device
+        widths = self.layout().widths.items()
+        return {dtype: torch.empty(rows, max(1, width), dtype=dtype, device=device) for dtype, width in widths}
 
     # -- of graphs
 
@@ -88,21 +134,9 @@ class Buffers:
         if self._slots is None or len(self._slots) < rows:
             self._slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
             self._stash = torch.empty(rows, self.width, dtype=self._known.dtype, device=device)
-            self._said, self._version = None, -1
-        if self._version == self._tables.columns.version:
-            return
-        self._version = self._tables.columns.version
-        self._starts = {}
-        totals: dict[torch.dtype, int] = {self._known.dtype: 0, torch.float32: 0}
-        for (site, dtype), width in self._tables.columns.widths.items():
-            self._starts[site, dtype] = totals[dtype]
-            totals[dtype] += width
-        self._kept = {
-            dtype: torch.empty(len(self._slots), max(1, total), dtype=dtype, device=device)
-            for dtype, total in totals.items()
-        }
-        self._used = {dtype for dtype, total in totals.items() if total}
-        self._first = self._tables.columns.firsts(self._starts)
+            self._said, self._kept_for = None, None
+        if self._kept_for is not self.layout():
+            self._kept, self._kept_for = self.whole(rows), self.layout()
 
     def say(self, slots: Slots) -> None:
         """Tells graphs what the rows of the next pass want."""
@@ -117,23 +151,36 @@ class Buffers:
         assert self._slots is not None
         rows = x.shape[0] if x.ndim == 2 else x.shape[-2]
         x, residual = flat(x, rows), None if residual is None else flat(residual, rows)
-        own = {
-            dtype: kept[:, self._starts.get((self._tables.sites[site], dtype), 0) :]
-            for dtype, kept in self._kept.items()
-        }
+        own = self.layout().at(self._tables.sites[site], self._kept)
         self.launch(site, x, residual, self._slots, own, self._stash)
 
-    def snapshot(self, rows: int) -> Snapshot:
-        """What a replay has left behind, on its way to the host."""
-        leaving = self._tables.leaving
-        tensors = {
-            dtype: leaving.host(kept[:rows].clone()) for dtype, kept in self._kept.items() if dtype in self._used
-        }
-        return Snapshot(tensors, self._first, leaving.done())
+    def snapshot(self, rows: int) -> Chunk:
+        """What a replay has left behind, on its way to the host as the newest step of a chunk."""
+        layout = self.layout()
+        own = {dtype: self._kept[dtype][:rows].clone() for dtype, width in layout.widths.items() if width}
+        return self._tables.leaving.step(own, layout.first, alone=False)
 
     def there(self, tensor: Tensor) -> Tensor:
         """A small tensor, from which a copy to the device does not wait."""
         return tensor.pin_memory() if self._tables.device.type == "cuda" else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What one request keeps at a site: of these rows of the pass. `key` is the same where the rows are."""
+
+    owner: int
+    keeper: Keeper
+    rows: Rows
+    key: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """Rows that leave together, all where `index` is None, and where each request's stand among them."""
+
+    index: Tensor | None
+    spans: Sequence[tuple[int, int]]
 
 
 class TablePass:
@@ -147,12 +194,15 @@ class TablePass:
             for first, stop, number in each.request.runs(each.position, each.count):
                 self.slots[each.first + first : each.first + stop] = number
                 numbers.add(number)
+        tables.recipes.send()
         numbered = tables.recipes.numbered
         self.sites = frozenset(site for number in numbers for site in numbered[number].by_site)
         self._numbers = frozenset(tables.numbers[site] for site in self.sites)
         self._device_slots: Tensor | None = None
         self._stash: Tensor | None = None
+        self._whole: dict[torch.dtype, Tensor] | None = None
         self._gathered: dict[int, Gathered] = {}
+        self._picks: dict[tuple[Any, ...], _Picked] = {}
         self._keeps = any(each.request.program.keepers for each in owned)
 
     # -- an eager pass
@@ -166,7 +216,12 @@ class TablePass:
         if self._device_slots is None or self._stash is None:
             self._device_slots = buffers.there(torch.from_numpy(self.slots)).to(tables.device, non_blocking=True)
             self._stash = x.new_empty(self.total, buffers.width)
+            self._whole = buffers.whole(self.total) if self._is_small() else None
         where = tables.sites[site]
+        if self._whole is not None:
+            kept = buffers.layout().at(where, self._whole)
+            buffers.launch(site, x, residual, self._device_slots, kept, self._stash)
+            return
         kept = {
             dtype: torch.empty(
                 self.total, max(1, tables.columns.widths.get((where, dtype), 0)), dtype=dtype, device=x.device
@@ -177,43 +232,67 @@ class TablePass:
         if self._keeps:
             self._gather(where, kept)
 
+    def _is_small(self) -> bool:
+        """Whether the rows of all sites have room beside each other, and leave as they are."""
+        widths = self._buffers.layout().widths
+        size = self.total * sum(width * dtype.itemsize for dtype, width in widths.items())
+        plain = all(keeper.reduce is None for each in self._owned for keeper in each.request.program.keepers)
+        return plain and size <= SMALL_BYTES
+
     def _gather(self, site: Site, kept: dict[torch.dtype, Tensor]) -> None:
         """Sends what is kept at a site on its way: one transfer of rows, and one of sums."""
-        wanted = [
-            (number, keeper, each.rows(keeper))
-            for number, each in enumerate(self._owned)
-            for keeper in each.request.program.keepers
-            if keeper.kept.site == site
-        ]
         for dtype, buffer in kept.items():
-            rows = [each for each in wanted if each[1].kept.dtype == dtype and each[1].reduce != "mean" and each[2]]
-            sums = [each for each in wanted if each[1].kept.dtype == dtype and each[1].reduce == "mean" and each[2]]
-            if rows:
+            wanted = self._wanted.get((site, dtype), ())
+            if rows := [each for each in wanted if each.keeper.reduce != "mean"]:
                 self._gather_rows(rows, buffer)
-            if sums:
+            if sums := [each for each in wanted if each.keeper.reduce == "mean"]:
                 self._gather_sums(sums, buffer)
 
-    def _gather_rows(self, wanted: "list[tuple[int, Keeper, list[int]]]", buffer: Tensor) -> None:
-        every = sorted({row for _, _, rows in wanted for row in rows})
-        whole = len(every) == len(buffer)
-        index = self._buffers.there(torch.tensor(every)).to(buffer.device, non_blocking=True)
-        there = self._tables.leaving.host(buffer if whole else buffer[index])
-        at = {row: place for place, row in enumerate(every)}
-        for number, keeper, rows in wanted:
-            first, column = at[rows[0]], self._tables.columns.first(keeper.kept)
-            own = (
-                there[first : first + len(rows)]
-                if at[rows[-1]] - first == len(rows) - 1
-                else there[[at[row] for row in rows]]
-            )
-            self._part(number).rows[keeper.kept] = own[:, column : column + keeper.kept.width]
+    def _gather_rows(self, wanted: "Sequence[_Wanted]", buffer: Tensor) -> None:
+        picked = self._picked(tuple(each.key for each in wanted), wanted)
+        there = self._tables.leaving.host(buffer if picked.index is None else buffer[picked.index])
+        for each, (start, stop) in zip(wanted, picked.spans, strict=True):
+            column = self._tables.columns.first(each.keeper.kept)
+            self._part(each.owner).rows[each.keeper.kept] = Cut(there, start, stop, column)
 
-    def _gather_sums(self, wanted: "list[tuple[int, Keeper, list[int]]]", buffer: Tensor) -> None:
-        for number, keeper, rows in wanted:
-            column = self._tables.columns.first(keeper.kept)
-            index = self._buffers.there(torch.tensor(rows)).to(buffer.device, non_blocking=True)
-            own = buffer[index, column : column + keeper.kept.width].float().sum(0)
-            self._part(number).sums[keeper.kept] = self._tables.leaving.host(own), len(rows)
+    def _gather_sums(self, wanted: "Sequence[_Wanted]", buffer: Tensor) -> None:
+        """Of each request's rows; all requests in one product with the rows that each of them has."""
+        picked = self._picked(tuple(each.key for each in wanted), wanted)
+        rows = (buffer if picked.index is None else buffer[picked.index]).float()
+        owners = np.repeat(np.arange(len(wanted)), [stop - start for start, stop in picked.spans])
+        index = self._buffers.there(torch.from_numpy(owners)).to(buffer.device, non_blocking=True)
+        sums = rows.new_zeros(len(wanted), rows.shape[1]).index_add_(0, index, rows)
+        there = self._tables.leaving.host(sums)
+        for number, (each, (start, stop)) in enumerate(zip(wanted, picked.spans, strict=True)):
+            column = self._tables.columns.first(each.keeper.kept)
+            self._part(each.owner).sums[each.keeper.kept] = Cut(there, number, number + 1, column), stop - start
+
+    def _picked(self, key: tuple[Any, ...], wanted: "Sequence[_Wanted]") -> "_Picked":
+        """Which rows leave: found once for all sites that keep the same."""
+        if key not in self._picks:
+            rows = np.concatenate([each.rows for each in wanted])
+            ends = np.cumsum([len(each.rows) for each in wanted]).tolist()
+            spans = list(zip([0, *ends[:-1]], ends, strict=True))
+            is_whole = len(rows) == self.total and bool((rows == np.arange(self.total)).all())
+            there = None if is_whole else self._buffers.there(torch.from_numpy(rows))
+            index = None if there is None else there.to(self._tables.device, non_blocking=True)
+            self._picks[key] = _Picked(index, spans)
+        return self._picks[key]
+
+    @cached_property
+    def _wanted(self) -> "Mapping[tuple[Site, torch.dtype], Sequence[_Wanted]]":
+        """What is kept of the pass's rows, by the site at which it is."""
+        found: dict[tuple[Site, torch.dtype], list[_Wanted]] = {}
+        for owner, each in enumerate(self._owned):
+            rows: dict[tuple[Positions, bool], Rows] = {}
+            for keeper in each.request.program.keepers:
+                which = keeper.positions, keeper.reduce == "last"
+                if which not in rows:
+                    rows[which] = each.rows(which[0], last=which[1])
+                if len(rows[which]):
+                    own = _Wanted(owner, keeper, rows[which], (owner, id(rows[which])))
+                    found.setdefault((keeper.kept.site, keeper.kept.dtype), []).append(own)
+        return found
 
     def _part(self, number: int) -> Gathered:
         return self._gathered.setdefault(number, Gathered())
@@ -223,7 +302,9 @@ class TablePass:
     def end(self, *, replayed: bool) -> None:
         """The pass is over: what was kept belongs to the requests. `replayed`: a graph has done all of it."""
         if self._keeps and replayed:
-            self._take_snapshot()
+            self._leave(self._buffers.snapshot(self.total), None)
+        elif self._keeps and self._whole is not None:
+            self._leave_whole(self._whole)
         elif self._gathered:
             event = self._tables.leaving.done()
             for number, part in self._gathered.items():
@@ -232,12 +313,30 @@ class TablePass:
         for each in self._owned:
             each.request.seen = max(each.request.seen, each.position + each.count)
 
-    def _take_snapshot(self) -> None:
-        snapshot = self._buffers.snapshot(self.total)
-        for each in self._owned:
-            if each.request.program.keepers:
-                for row in range(max(0, each.request.seen - each.position), each.count):
-                    each.request.trail.row(snapshot, each.first + row, each.position + row)
+    def _leave_whole(self, buffers: dict[torch.dtype, Tensor]) -> None:
+        """Those rows leave of which something is kept."""
+        wanted = [each.kept() for each in self._owned]
+        rows = np.concatenate([each.first - each.position + own for each, own in zip(self._owned, wanted, strict=True)])
+        layout = self._buffers.layout()
+        used = {dtype: buffer for dtype, buffer in buffers.items() if layout.widths[dtype]}
+        if len(rows) < self.total:
+            index = self._buffers.there(torch.from_numpy(rows)).to(self._tables.device, non_blocking=True)
+            used = {dtype: buffer[index] for dtype, buffer in used.items()}
+        self._leave(self._tables.leaving.step(used, layout.first, alone=True), wanted)
+
+    def _leave(self, chunk: Chunk, wanted: Sequence[Rows] | None) -> None:
+        """Rows in a chunk belong to their requests: those `wanted`, one after another, or all, where they were."""
+        start = 0
+        for number, each in enumerate(self._owned):
+            if wanted is not None:
+                stop = start + len(wanted[number])
+                if stop > start:
+                    each.request.trail.rows(chunk, start, stop, wanted[number].tolist())
+                start = stop
+            elif each.request.program.keepers and each.position + each.count > each.request.seen:
+                fresh = max(each.request.seen, each.position)
+                first, last = each.first + fresh - each.position, each.first + each.count
+                each.request.trail.rows(chunk, first, last, list(range(fresh, each.position + each.count)))
 
     @property
     def _buffers(self) -> Buffers:

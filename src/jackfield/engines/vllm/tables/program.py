@@ -17,7 +17,6 @@ from jackfield.engines.vllm.parts import WHOLE_PART
 from jackfield.engines.vllm.passing import HeadsChannel, StreamChannel
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Channel
-from jackfield.interventions.block import InterventionBlock
 from jackfield.interventions.kinds import (
     Capture,
     Intervention,
@@ -30,7 +29,7 @@ from jackfield.interventions.kinds import (
     places,
 )
 from jackfield.interventions.places import Place
-from jackfield.interventions.positions import Selected, select
+from jackfield.interventions.positions import Positions
 
 MOST_OPS: Final = 4096
 """Of one request: with more, every step of every row would be long."""
@@ -77,8 +76,8 @@ class Numbers:
         """Of vectors [n, width] and a bias [n], which is 0 where none is given; both on the CPU."""
         wide = vectors.float().cpu().contiguous()
         own = torch.zeros(len(wide)) if bias is None else bias.float().cpu().contiguous()
-        digest = hashlib.blake2b(memoryview(wide.numpy()).cast("B"), digest_size=16)
-        digest.update(memoryview(own.numpy()).cast("B"))
+        digest = hashlib.blake2b(wide.numpy().tobytes(), digest_size=16)
+        digest.update(own.numpy().tobytes())
         return cls(wide, own, digest.digest())
 
     def __eq__(self, other: object) -> bool:
@@ -108,25 +107,28 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Keeper:
-    """One entry of `Result.saved`: rows of `shape`, or what `reduce` makes of them."""
+    """One entry of `Result.saved`: rows of `shape` at these positions, or what `reduce` makes of them."""
 
     kept: Kept
     place: Place
     shape: tuple[int, ...]
     reduce: str | None
-    selected: Selected
+    positions: Positions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Program:
-    """Operations in the order of the pass, each with the positions that it is meant for."""
+    """What interventions come down to, whatever the prompt: operations in the order of the pass, each with its positions.
 
-    ops: tuple[tuple[Op, Selected], ...]
+    Requests with the same interventions share one.
+    """
+
+    ops: tuple[tuple[Positions, Op], ...]
     keepers: tuple[Keeper, ...]
-    sites: frozenset[Site] = field(init=False)
+    positions: tuple[Positions, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sites", frozenset(op.site for op, _ in self.ops))
+        object.__setattr__(self, "positions", tuple(dict.fromkeys(positions for positions, _ in self.ops)))
 
 
 class Untold(Exception):
@@ -152,54 +154,57 @@ class Places:
         return found
 
 
-def program(block: InterventionBlock, known: Places) -> Program | None:
-    """The program of a request's interventions; None where one of them has none."""
+def program(
+    interventions: Sequence[Intervention], num_layers: int, shapes: Mapping[str, tuple[int, ...]], known: Places
+) -> Program | None:
+    """The program of interventions; None where one of them has none. `shapes` are those of a kept row."""
     try:
         visits = [
-            visit for number, each in enumerate(block.interventions) for visit in _visits(number, each, block, known)
+            visit
+            for number, each in enumerate(interventions)
+            for visit in _visits(number, each, num_layers, shapes, known)
         ]
     except Untold:
         return None
-    if len(visits) > MOST_OPS:
-        return None
     visits.sort(key=lambda visit: visit.order)
+    ops = tuple((visit.positions, op) for visit in visits for op in visit.ops)
     keepers = tuple(visit.keeper for visit in visits if visit.keeper is not None)
-    return Program(tuple((op, visit.selected) for visit in visits for op in visit.ops), keepers)
+    return Program(ops, keepers) if len(ops) <= MOST_OPS else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
     order: tuple[tuple[int, int], int, int]
-    selected: Selected
+    positions: Positions
     ops: Sequence[Op]
     keeper: Keeper | None = None
 
 
-def _visits(number: int, each: Intervention, block: InterventionBlock, known: Places) -> Iterator[_Visit]:
+def _visits(
+    number: int, each: Intervention, num_layers: int, shapes: Mapping[str, tuple[int, ...]], known: Places
+) -> Iterator[_Visit]:
     if not isinstance(each, Steer | Project | Scale | Replace | Skip | Capture | Probe):
         raise Untold
-    end = block.prompt_length + block.max_tokens - 1
-    selected = select(cast("Any", each.positions), block.prompt_length, end)
-    act = _act(each)
-    for place in places(each, block.num_layers):
+    positions, act = cast("Positions", each.positions), _act(each)
+    for place in places(each, num_layers):
         if place.value.token_axis is None:
             raise Untold
         channel = known.channel(place)
         if isinstance(each, Skip):
             entering = Place("layer_input", place.layer)
             entrance = known.channel(entering)
-            yield _Visit((entering.rank, 1, number), selected, [_whole(Kind.STASH, entrance, known)])
-            yield _Visit((place.rank, 0, number), selected, [_whole(Kind.RESTORE, channel, known)])
+            yield _Visit((entering.rank, 1, number), positions, [_whole(Kind.STASH, entrance, known)])
+            yield _Visit((place.rank, 0, number), positions, [_whole(Kind.RESTORE, channel, known)])
             continue
         columns = _columns(cast("Any", each.heads), channel, known, act.numbers)
         if isinstance(each, Capture | Probe):
-            yield _keeping(number, each, act, place, channel, columns, selected, block.shapes[str(place)], known)
+            yield _keeping(number, each, act, place, channel, columns, shapes[str(place)], known)
         else:
             ops = [
                 replace(act, site=channel.site, summed=channel.summed, start=start, width=width)
                 for start, width in columns
             ]
-            yield _Visit((place.rank, 0, number), selected, ops)
+            yield _Visit((place.rank, 0, number), positions, ops)
 
 
 def _act(each: Intervention) -> Op:
@@ -249,7 +254,6 @@ def _keeping(
     place: Place,
     channel: StreamChannel,
     columns: Sequence[tuple[int, int]],
-    selected: Selected,
     shape: Sequence[int],
     known: Places,
 ) -> _Visit:
@@ -265,4 +269,5 @@ def _keeping(
         for index, (start, size) in enumerate(columns)
     ]
     reduce = each.reduce if isinstance(each, Capture) else None
-    return _Visit((place.rank, 0, number), selected, ops, Keeper(kept, place, tuple(shape), reduce, selected))
+    positions = cast("Positions", each.positions)
+    return _Visit((place.rank, 0, number), positions, ops, Keeper(kept, place, tuple(shape), reduce, positions))

@@ -1,27 +1,29 @@
 """Recipes: what is done to a row at each site. Requests whose rows want the same share one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from jackfield.engines.vllm.tables.bank import Bank, Entry
 from jackfield.engines.vllm.tables.columns import Columns
 from jackfield.engines.vllm.tables.program import Op, Program
 from jackfield.interleave.site import Site
-from jackfield.interventions.positions import Selected
-
-Ops = tuple[Op, ...]
+from jackfield.interventions.positions import Positions, Selected
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Recipe:
     """Operations by site, and the number by which rows say that they want them."""
 
     number: int
-    ops: Ops
+    key: "Key"
     by_site: Mapping[Site, Sequence[Op]]
     entry: Entry | None
     uses: int = 0
+
+
+Key = tuple[Program, frozenset[Positions]]
+"""A program, and which of its positions a row is at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +40,25 @@ class Recipes:
 
     def __init__(self, bank: Bank | None, columns: Columns) -> None:
         self._bank, self._columns = bank, columns
-        self._known: dict[Ops, Recipe] = {}
+        self._known: dict[Key, Recipe] = {}
         self.numbered: dict[int, Recipe] = {}
 
-    def segments(self, program: Program, end: int) -> list[Segment] | None:
+    def segments(self, program: Program, selected: Mapping[Positions, Selected], end: int) -> list[Segment] | None:
         """What each position before `end` wants. None where the tables have no room; nothing is taken then."""
         found: list[Segment] = []
-        for start, stop in pairwise(_edges(program, end)):
-            ops = tuple(op for op, selected in program.ops if start in selected)
-            recipe = self._take(ops) if ops else None
-            if ops and recipe is None:
+        for start, stop in pairwise(_edges(selected.values(), end)):
+            meant = frozenset(positions for positions, those in selected.items() if start in those)
+            recipe = self._take((program, meant)) if meant else None
+            if meant and recipe is None:
                 self.give(found)
                 return None
             found.append(Segment(start, stop, recipe))
         return found
+
+    def send(self) -> None:
+        """Before a pass: what is new goes to the device."""
+        if self._bank is not None:
+            self._bank.send()
 
     def give(self, segments: Sequence[Segment]) -> None:
         """A request less wants these."""
@@ -60,37 +67,39 @@ class Recipes:
                 continue
             recipe.uses -= 1
             if not recipe.uses:
-                del self._known[recipe.ops], self.numbered[recipe.number]
+                del self._known[recipe.key], self.numbered[recipe.number]
                 if self._bank is not None and recipe.entry is not None:
                     self._bank.remove(recipe.entry)
 
-    def _take(self, ops: Ops) -> Recipe | None:
-        recipe = self._known.get(ops)
+    def _take(self, key: Key) -> Recipe | None:
+        recipe = self._known.get(key)
         if recipe is None:
-            recipe = self._made(ops)
+            recipe = self._made(key)
             if recipe is None:
                 return None
-            self._known[ops] = self.numbered[recipe.number] = recipe
+            self._known[key] = self.numbered[recipe.number] = recipe
         recipe.uses += 1
         return recipe
 
-    def _made(self, ops: Ops) -> Recipe | None:
+    def _made(self, key: Key) -> Recipe | None:
         by_site: dict[Site, list[Op]] = {}
-        for op in ops:
-            by_site.setdefault(op.site, []).append(op)
+        program, meant = key
+        for positions, op in program.ops:
+            if positions in meant:
+                by_site.setdefault(op.site, []).append(op)
         if self._bank is None:
             free = next(number for number in range(len(self.numbered) + 1) if number not in self.numbered)
-            return Recipe(free, ops, by_site, None)
+            return Recipe(free, key, by_site, None)
         entry = self._bank.add(by_site, self._columns)
-        return None if entry is None else Recipe(entry.number, ops, by_site, entry)
+        return None if entry is None else Recipe(entry.number, key, by_site, entry)
 
 
-def _edges(program: Program, end: int) -> list[int]:
+def _edges(several: Iterable[Selected], end: int) -> list[int]:
     """Where what is wanted may change, from 0 to `end`."""
     edges = {0, end}
-    for selected in {selected for _, selected in program.ops}:
+    for selected in several:
         edges |= _changes(selected, end)
-    return [edge for edge, _ in groupby(sorted(edge for edge in edges if 0 <= edge <= end))]
+    return sorted(edge for edge in edges if 0 <= edge <= end)
 
 
 def _changes(selected: Selected, end: int) -> set[int]:
