@@ -96,7 +96,7 @@ class Manifest:
             found = listed.pop("format")
         except FileNotFoundError:
             raise HarvestError(f"{folder} holds no harvest: there is no {NAME} in it.") from None
-        except (OSError, ValueError, AttributeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise HarvestError(f"{folder / NAME} cannot be read: {error!r}.") from None
         if found != FORMAT:
             raise HarvestError(
