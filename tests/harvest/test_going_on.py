@@ -119,9 +119,7 @@ def test_another_model_is_refused(fake: jf.Model, out: Path) -> None:
     document = json.loads((out / NAME).read_text())
     document["asked"]["model"] |= {"name": "other", "hidden_size": 9}
     (out / NAME).write_text(json.dumps(document))
-    with pytest.raises(
-        jf.HarvestError, match=r"model.name: 'other' there, None now; model.hidden_size: 9 there, 8 now"
-    ):
+    with pytest.raises(jf.HarvestError, match=r"model.name: 'other' there, None now; .*hidden_size: 9 there, 8 now"):
         fake.harvest(prompts(3), out, KEPT)
 
 
