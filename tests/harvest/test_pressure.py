@@ -1,5 +1,6 @@
 """A slow disk slows the run: prompts wait, and memory does not grow."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -73,6 +74,22 @@ def test_a_writer_that_lets_its_caller_run_ahead_is_found(
     monkeypatch.setattr(Writer, "wait", lambda self: None)
     monkeypatch.setattr(Writer, "__exit__", lambda self, *error: (end(self, *error), waited(self))[0])
     assert drawn_while_the_disk_waits(fake, out, Held(monkeypatch)) == COUNT
+
+
+def test_what_an_engine_maps_is_let_go_while_a_shard_fills(engine: Subject, out: Path) -> None:
+    """A large result of vLLM is a mapped file: one for each prompt of a shard is more than a process may have open."""
+    captures = [
+        jf.Capture(f"layers.*.{name}") for name in ("attention_head_results", "layer_output", "mlp_activations")
+    ]
+    long = [[3 + (7 * number + place) % 28 for place in range(60)] for number in range(30)]
+    if engine.name == "vllm":
+        long = [ids * 4 for ids in long]
+    opened: list[int] = []
+    kept = engine.model.harvest(
+        iter(long), out, captures, on_progress=lambda _: opened.append(len(os.listdir("/proc/self/fd")))
+    )
+    assert (len(kept), len(opened)) == (1, 30)
+    assert max(opened) <= opened[0] + engine.holds + 5
 
 
 def test_an_error_of_the_writer_ends_the_run(fake: jf.Model, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

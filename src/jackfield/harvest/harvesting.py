@@ -26,7 +26,7 @@ def harvest(
     request: Callable[[Prompt], Request],
     prompts: object,
     folder: str | Path,
-    interventions: Iterable[Intervention],
+    interventions: object,  # parsed here
     *,
     chat_template_kwargs: Mapping[str, Any] | None,
     dtype: object,

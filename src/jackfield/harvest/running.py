@@ -73,7 +73,8 @@ class Run:
         self._job, self._folder, self._manifest = job, folder, manifest
         self._digest = hashlib.sha256()
         self._drawn: deque[Drawn] = deque()  # in the engine, or failed before it
-        self._shard = Shard()
+        self._failed: list[Failure] = []  # since the last shard
+        self._shard, self._rows_before = Shard(), manifest.rows
         self._writer = Writer()
 
     def run(self, prompts: "Iterator[Prompt | InvalidRequest]") -> None:
@@ -177,22 +178,27 @@ class Run:
 
     def _note(self, drawn: Drawn, failure: Exception | None) -> None:
         """A prompt is done."""
-        now = self._manifest
+        tokens = 0
         if failure is not None:
-            now = replace(now, failed=(*now.failed, Failure.of(drawn.number, failure)))
+            self._failed.append(Failure.of(drawn.number, failure))
         elif isinstance(drawn.found, tuple):
-            now = replace(now, tokens=now.tokens + len(drawn.found))
-        self._manifest = replace(now, prompts=drawn.number + 1, digest=drawn.digest, finished=False)
+            tokens = len(drawn.found)
+        now, done = self._manifest, drawn.number + 1
+        self._manifest = replace(now, prompts=done, tokens=now.tokens + tokens, digest=drawn.digest, finished=False)
         if self._job.on_progress is not None:
             self._job.on_progress(self._tally())
 
     def _tally(self) -> Tally:
         now = self._manifest
-        return Tally(now.prompts, len(now.failed), now.tokens, now.rows + self._shard.num_rows, len(now.shards))
+        failed = len(now.failed) + len(self._failed)
+        return Tally(now.prompts, failed, now.tokens, self._rows_before + self._shard.num_rows, len(now.shards))
 
     def _hand_over(self) -> None:
         """To the writer, when it has written what it was given before."""
         shard, self._shard = self._shard, Shard()
+        self._manifest = replace(self._manifest, failed=(*self._manifest.failed, *self._failed))
+        self._failed.clear()
         if shard.num_rows:
             self._manifest = self._manifest.with_shard(shard.num_rows)
+            self._rows_before = self._manifest.rows
         self._writer.do(self._folder.write, shard if shard.num_rows else None, self._manifest)
