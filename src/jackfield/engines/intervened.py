@@ -23,11 +23,12 @@ def with_interventions(
         if own and id(own) not in plans:
             plans[id(own)] = Plan.of(own, engine, named, known)
     return [
-        _with_block(request, plans[id(own)], engine) if own else request
+        with_block(request, plans[id(own)], engine) if own else request
         for request, own in zip(requests, found, strict=True)
     ]
 
 
-def _with_block(request: Request, plan: Plan, engine: Engine) -> Request:
+def with_block(request: Request, plan: Plan, engine: Engine) -> Request:
+    """The request with the block of a plan. InvalidRequest, InvalidIntervention where the two do not fit."""
     engine.admit_block(request.prompt_token_ids)
     return replace(request, block=plan.block(len(request.prompt_token_ids), request.sampling.max_tokens))

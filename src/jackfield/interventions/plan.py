@@ -15,6 +15,7 @@ from jackfield.interleave.reference import Shared
 from jackfield.interventions import rows
 from jackfield.interventions.block import InterventionBlock
 from jackfield.interventions.fields import check_tensor
+from jackfield.interventions.kept import indices_of
 from jackfield.interventions.kinds import (
     Capture,
     Intervention,
@@ -135,8 +136,10 @@ class _Check:
                 if not len(basis):
                     raise ValueError("all of its directions are zero, so that they span nothing.")
                 return replace(given, directions=basis)
-            case Probe(directions=directions, bias=bias):
+            case Probe(directions=directions, bias=bias, top_k=top_k):
                 wide = self._directions(directions)
+                if top_k is not None and top_k > len(wide):
+                    raise ValueError(f"top_k={top_k} of {len(wide)} directions; take at most that many.")
                 return replace(given, directions=wide, bias=self._bias(bias, len(wide)))
             case _:
                 return given
@@ -179,9 +182,12 @@ class _Check:
                 raise ValueError(f"{name} needs rows of one width, and {place} has [{place.value.axes}].")
             if width is not None and columns != width:
                 raise ValueError(f"{name} has {columns} entries, and a row of {place} is {width} wide.")
-        if isinstance(made, Capture | Probe):
-            last = [len(cast("Tensor", made.directions))] if isinstance(made, Probe) else [width or 0]
-            self._keep(place, (*heads, *last) if place.name != "input_ids" else ())
+        if isinstance(made, Capture):
+            self._keep(str(place), (*heads, width or 0) if place.name != "input_ids" else ())
+        elif isinstance(made, Probe):
+            self._keep(str(place), (*heads, made.top_k or len(cast("Tensor", made.directions))))
+            if made.top_k is not None:
+                self._keep(indices_of(place), (*heads, made.top_k))
 
     def _available(self, place: Place) -> None:
         if place.layer not in self._support:
@@ -221,12 +227,10 @@ class _Check:
         widths = {"h": facts.hidden_size, "vocab": facts.vocab_size, "intermediate": facts.intermediate_size}
         return widths.get(letter) or None
 
-    def _keep(self, place: Place, shape: tuple[int, ...]) -> None:
-        if str(place) in self.shapes:
-            raise ValueError(
-                f"two interventions keep Result.saved[{str(place)!r}]; keep one of them, or ask in two calls."
-            )
-        self.shapes[str(place)] = shape
+    def _keep(self, name: str, shape: tuple[int, ...]) -> None:
+        if name in self.shapes:
+            raise ValueError(f"two interventions keep Result.saved[{name!r}]; keep one of them, or ask in two calls.")
+        self.shapes[name] = shape
 
 
 def _columns(made: Intervention) -> Iterator[tuple[str, int]]:
