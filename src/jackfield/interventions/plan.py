@@ -74,13 +74,13 @@ class Plan:
 
     @classmethod
     def of(
-        cls, interventions: Sequence[Intervention], target: Target, named: Mapping[str, Any], known: Support
+        cls, interventions: Sequence[Intervention], target: Target, named: Mapping[str, Any], known: Support | None = None
     ) -> "Plan":
         """The plan of interventions on a model where `named` are shared. InvalidIntervention says what does not fit.
 
         What the target supports is asked once for all plans that share `known`, a dict that begins empty.
         """
-        check = _Check(target, named, known)
+        check = _Check(target, named, {} if known is None else known)
         ready = tuple(check.ready(each) for each in interventions)
         return cls(ready, target.facts.num_layers, check.shapes)
 
