@@ -74,7 +74,11 @@ class Plan:
 
     @classmethod
     def of(
-        cls, interventions: Sequence[Intervention], target: Target, named: Mapping[str, Any], known: Support | None = None
+        cls,
+        interventions: Sequence[Intervention],
+        target: Target,
+        named: Mapping[str, Any],
+        known: Support | None = None,
     ) -> "Plan":
         """The plan of interventions on a model where `named` are shared. InvalidIntervention says what does not fit.
 
