@@ -109,6 +109,7 @@ class Worker:
         self.step = 0  # the step whose values the block reads
         self.slot: Slot | None = None
         self.wanted = ""
+        self.awaited: Channel | None = None  # the channel whose whole value it waits for at its slot
         self.waiting_step = -1
         self.passing: Any = None
         self.done = False
@@ -197,7 +198,7 @@ class Worker:
 
     def read(self, channel: Channel, selection: Selection = WHOLE) -> Any:
         """The value of `channel` in the block's step: waits for it, and hands out a private copy."""
-        self.reach(channel)
+        self.reach(channel, selection)
         if self._held:
             held = self._holding(channel, selection)
             if held is not None:
@@ -214,7 +215,7 @@ class Worker:
         """Puts `value` in the place of what passes at `channel`."""
         if not channel.writable:
             raise EditMismatch(f"{channel.name} can be read only.")
-        self.reach(channel)
+        self.reach(channel, selection)
         held = self._holding(channel, selection)
         if held is not None and held.value is value:
             return  # `x.value += y`: the edit was made in place, and is seen when the block moves on
@@ -223,27 +224,32 @@ class Worker:
         self._put(channel, selection, value)
         self._forget(channel.memory)
 
-    def reach(self, channel: Channel) -> None:
-        """Waits until `channel`'s site passes in the block's step."""
-        slot = self.interleaver.slot(channel.site)
-        if self.passing is not None and slot is self.slot and self.waiting_step == self.step:
-            return
-        self.move_on()
-        now = self.interleaver.step
-        if self.step < now or (self.step == now and slot.passed == self.interleaver.clock):
+    def reach(self, channel: Channel, selection: Selection = WHOLE) -> None:
+        """Waits until `channel`'s site passes in the block's step; `selection` is what is wanted of it."""
+        interleaver = self.interleaver
+        slot = interleaver.slot(channel.site)
+        if self.passing is not None:
+            if slot is self.slot and self.waiting_step == self.step:
+                return
+            self.move_on()
+        now = interleaver.step
+        if self.step < now or (self.step == now and slot.passed == interleaver.clock):
             raise OutOfOrder(self._too_late(channel.name))
         if not slot.open:
-            self.interleaver.open(slot)
+            interleaver.open(slot)
+        self.awaited = channel if selection is WHOLE else None
         self.passing = self._wait(slot, channel.name)
 
     def reach_step(self, step: int) -> bool:
         """Waits until `step` begins; False when the request ends before."""
         self.move_on()
-        self._check_past()
-        self._forget_past()
-        if step < self.interleaver.step:
-            raise OutOfOrder(f"Step {step} was asked for in step {self.interleaver.step}: steps come in order, once.")
-        if step == self.interleaver.step:
+        if self._past:
+            self._check_past()
+            self._forget_past()
+        now = self.interleaver.step
+        if step < now:
+            raise OutOfOrder(f"Step {step} was asked for in step {now}: steps come in order, once.")
+        if step == now:
             return True
         self.step = step
         return bool(self._wait(None, f"step {step}"))
@@ -263,8 +269,7 @@ class Worker:
             return
         for held in self._held:
             if held.changed:
-                self._settle()
-                break
+                self._write_back(held)
         for held in self._held:
             held.let_go()
         self._past += self._held
@@ -288,6 +293,9 @@ class Worker:
                 return channel.read(self.passing, self, selection)
 
     def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
+        if not is_autocast_on():
+            channel.write(self.passing, self, selection, value)
+            return
         with without_autocast():
             channel.write(self.passing, self, selection, value)
 

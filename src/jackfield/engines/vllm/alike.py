@@ -90,7 +90,10 @@ class AlikeWorker(Worker):
         self._alike = alike
 
     def resume(self, message: Any) -> None:
-        with ALONE if self._alike is None else self._held_together(self._alike):
+        if self._alike is None:
+            super().resume(message)
+            return
+        with self._held_together(self._alike):
             super().resume(message)
 
     def throw(self, error: BaseException) -> None:

@@ -1,15 +1,15 @@
 """One forward pass over a batch with traced requests in it: where their rows are, and who waits at each tap."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from inspect import Signature
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from jackfield.engines.vllm.companion import Companion
-from jackfield.engines.vllm.passing import Halves
+from jackfield.engines.vllm.companion import Companion, Guard
+from jackfield.engines.vllm.gathering import Halves, Tapped, gather, in_groups, write_back
 from jackfield.engines.vllm.raw import RawPassing
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Slot, Worker
@@ -23,12 +23,12 @@ LOGITS = Site("", Port.OUTPUT, "logits")
 """What passes outside the model's forward, where no tap is."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for each request and pass, and these take twice the time to make
 class Placed:
     """A traced request in a pass: `count` rows from `first` on, at absolute positions from `position` on.
 
     `index` counts the requests of the batch. Rows of positions that its block has seen are computed once more, after a
-    preemption: only what is new belongs to the block's step.
+    preemption: only what is new belongs to the block's step. `fresh` are the rows of those, within the batch.
     """
 
     request_id: str
@@ -37,12 +37,13 @@ class Placed:
     count: int
     position: int
     companion: Companion
+    fresh: slice = field(init=False)
 
-    @property
-    def fresh(self) -> slice:
-        """The rows that the block has not seen, within the batch."""
-        again = min(self.count, max(0, self.companion.seen - self.position))
-        return slice(self.first + again, self.first + self.count)
+    def __post_init__(self) -> None:
+        again = self.companion.seen - self.position
+        self.fresh = slice(
+            self.first + min(self.count, max(0, again)) if again > 0 else self.first, self.first + self.count
+        )
 
     @property
     def again(self) -> slice:
@@ -57,7 +58,7 @@ class ForwardPass:
         self.host, self.clock, self.placed = host, clock, placed
         self.total = total  # rows of the batch, padding included
         self.of: Mapping[Worker, Placed] = {each.companion.worker: each for each in placed}
-        self._fresh: Mapping[Worker, slice] = {each.companion.worker: each.fresh for each in placed}
+        self.put_back = [each for each in placed if each.companion.kept]  # who lost their place in the caches
         self._again = False
         self.kept: dict[Site, Tensor] = {}  # queries and keys before the rotary embedding, for blocks that name them
         self._keeping = host.early if any(each.companion.early for each in placed) else frozenset[Site]()
@@ -65,21 +66,22 @@ class ForwardPass:
     def begin(self) -> None:
         """The step of every request with new rows begins; of one that its block has ended a step may be under way."""
         for each in self.placed:
-            last = each.position + each.count - 1
-            if last >= each.companion.seen and each.companion.verdict is None:
-                each.companion.last = None
-                with each.companion.guarded():
-                    each.companion.interleaver.begin(each.companion.step_at(last), self.clock)
+            companion, last = each.companion, each.position + each.count - 1
+            if last >= companion.seen and companion.verdict is None:
+                companion.last = None
+                with Guard(companion):
+                    companion.interleaver.begin(companion.step_at(last), self.clock)
 
     def end(self) -> None:
         """The pass is over: what waited for something in it in vain is told so."""
         for each in self.placed:
-            last = each.position + each.count
-            if last > each.companion.seen:
-                with each.companion.guarded():
-                    each.companion.interleaver.end()
-                each.companion.seen, each.companion.kept = last, {}
-                each.companion.worker.written.clear()
+            companion, last = each.companion, each.position + each.count
+            if last > companion.seen:
+                if companion.worker.slot is not None:
+                    with Guard(companion):
+                        companion.interleaver.end()
+                companion.seen, companion.kept = last, {}
+                companion.worker.written.clear()
 
     def missed(self) -> bool:
         """Whether a block still waits for what a graph has passed by; one that comes too late is told so.
@@ -96,7 +98,7 @@ class ForwardPass:
                 return False  # the logits, which come later
             if companion.last is None or order[site] >= order[companion.last]:
                 return True
-            with companion.guarded():
+            with Guard(companion):
                 companion.interleaver.too_late(worker)
         return False
 
@@ -141,30 +143,52 @@ class ForwardPass:
         slot.passed = self.clock
         x, residual = _flat(x, self.total), None if residual is None else _flat(residual, self.total)
         self.host.keep(slot.site, x, residual)
-        for worker in self.doing_again(slot):
-            self.do_again(worker, slot, self._cut(worker, x, residual))
+        tapped = Tapped(x, residual, delays=self._is_alone)
+        again = self._halves(self.doing_again(slot), tapped)
+        for each in again:
+            self.do_again(each.worker, slot, each)
+        write_back(again, self._settle)
         if slot.site in self._keeping:
             self.kept[slot.site] = x.clone()
-        if not slot.workers:
-            return
-        workers, slot.workers = self.arrived(slot), []
-        for worker in workers:
-            with self.guarded(worker):
-                worker.interleaver.resume(worker, self._cut(worker, x, residual))
+        if slot.workers:
+            workers, slot.workers = self.arrived(slot), []
+            for group in in_groups(self._halves(workers, tapped)):
+                self._resume(group)
 
-    def _cut(self, worker: Worker, x: Tensor, residual: Tensor | None) -> Halves:
-        rows = self._fresh[worker]
-        return Halves(x[rows], None if residual is None else residual[rows])
+    def _resume(self, waiting: Sequence[Halves]) -> None:
+        """Blocks run on, each with its rows."""
+        if self._is_alone:
+            with suppress(Exception):  # each then reads for itself, and whose copy cannot be made hears of it
+                gather(waiting)
+        for each in waiting:
+            worker = each.worker
+            with Guard(self.of[worker].companion):
+                worker.interleaver.resume(worker, each)
+        write_back(waiting, self._settle)
+
+    def _settle(self, edited: Halves) -> None:
+        with self.guarded(edited.worker):
+            edited.settle()
+
+    def _halves(self, workers: Sequence[Worker], tapped: Tapped) -> list[Halves]:
+        placed = [self.of[worker] for worker in workers]
+        return [Halves(tapped, each.fresh, each.companion.worker) for each in placed]
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether there is one rank: on several each read and edit of a block is a message, and none waits."""
+        return self.host.is_alone
 
     def meet_logits(self, logits: Tensor) -> None:
         """One row per request, in the batch's order."""
-        slot = self.host.slot(LOGITS)
+        slot, tapped = self.host.slot(LOGITS), Tapped(logits)
         slot.passed = self.clock
         workers, slot.workers = slot.workers, []
         for worker in workers:
             with self.guarded(worker):
-                index = self.of[worker].index
-                worker.interleaver.resume(worker, Halves(logits[index : index + 1]))
+                placed = self.of[worker]
+                row = slice(placed.index, placed.index + 1)
+                worker.interleaver.resume(worker, Halves(tapped, row, placed.companion.worker))
 
     def meet_raw(self, slot: Slot, nest: Any, signature: Signature | None) -> None:
         """What a module was called with, or gave."""
@@ -172,15 +196,15 @@ class ForwardPass:
         workers, slot.workers = slot.workers, []
         for worker in workers:
             with self.guarded(worker):
-                worker.interleaver.resume(worker, RawPassing(nest, signature, self._fresh[worker], self.total))
+                worker.interleaver.resume(worker, RawPassing(nest, signature, self.rows_of(worker), self.total))
 
-    def guarded(self, worker: Worker) -> AbstractContextManager[None]:
+    def guarded(self, worker: Worker) -> Guard:
         """In which whatever goes wrong is this block's own."""
-        return self.of[worker].companion.guarded()
+        return Guard(self.of[worker].companion)
 
     def rows_of(self, worker: Worker) -> slice:
         """A request's rows in the batch."""
-        return self._fresh[worker]
+        return self.of[worker].fresh
 
 
 def _flat(tensor: Tensor, rows: int) -> Tensor:
