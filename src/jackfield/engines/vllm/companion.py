@@ -13,10 +13,11 @@ from jackfield.engines.vllm.alike import Alike, AlikeWorker
 from jackfield.engines.vllm.graphs import armed_site
 from jackfield.engines.vllm.interrupts import is_apart
 from jackfield.engines.vllm.shipping import Shipment
+from jackfield.engines.vllm.traced_worker import TracedWorker
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import WHOLE, Channel, Selection, Slot
+from jackfield.interleave.worker import Slot
 from jackfield.trace.tracer import Tracer
 from jackfield.values.tree import RAW_NAMES
 
@@ -43,34 +44,6 @@ class Fate:
         """Of a block that ended in this."""
         is_error = isinstance(error, Exception)
         return cls(error=error, printed=printed) if is_error else cls(interrupt=error, printed=printed)
-
-
-class TracedWorker(AlikeWorker):
-    """A worker that keeps what its block writes in a pass, by the site, so that the pass can be run again."""
-
-    def __init__(self, rows: Rows, alike: Alike | None) -> None:
-        super().__init__(rows, alike)
-        self.written: dict[Site, list[tuple[Channel, Selection, Any]]] = {}
-        self.wrote = False  # in this pass or an earlier one
-        self.gathered: tuple[Channel, Tensor] | None = None  # the copy that was made of what it waits for
-
-    def write_again(self, site: Site, passing: Any) -> None:
-        """Writes what the block wrote at a site to what passes there now."""
-        for channel, selection, value in self.written[site]:
-            channel.write(passing, self, selection, value)
-
-    def _copy(self, channel: Channel, selection: Selection) -> Any:
-        gathered, self.gathered = self.gathered, None
-        if gathered is not None and gathered[0] is channel and selection is WHOLE:
-            return gathered[1]
-        return super()._copy(channel, selection)
-
-    def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
-        if isinstance(value, Tensor) and not any([held.value is value for held in self._held]):
-            value = value.clone()  # the block's own, which it may change before it goes back
-        super()._put(channel, selection, value)
-        self.wrote = True
-        self.written.setdefault(channel.site, []).append((channel, selection, value))
 
 
 class Guard:
@@ -114,7 +87,8 @@ class Companion:
         self.wanted: frozenset[Site] = frozenset()  # where a graph is to be cut for it
         self._came_to: set[Site] = set()
         self.last: Site | None = None  # the site that it came to last, in this step
-        self.worker = TracedWorker(Rows(0, 0, self.prompt_length), alike)
+        rows = Rows(0, 0, self.prompt_length)
+        self.worker = TracedWorker(rows) if alike is None else AlikeWorker(rows, alike)
         self.tracer = Tracer(self.worker, device, shipment.prompt, shipment.prompt_token_ids)
         self.worker.owner, self.worker.finalize = engine, self.tracer.finalize
         self.interleaver = Interleaver([self.worker], lambda slot: None, slots)

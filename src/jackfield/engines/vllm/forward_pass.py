@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from inspect import Signature
 from typing import TYPE_CHECKING, Any
 
@@ -23,27 +22,22 @@ LOGITS = Site("", Port.OUTPUT, "logits")
 """What passes outside the model's forward, where no tap is."""
 
 
-@dataclass(slots=True)  # not frozen: there is one for each request and pass, and these take twice the time to make
 class Placed:
     """A traced request in a pass: `count` rows from `first` on, at absolute positions from `position` on.
 
     `index` counts the requests of the batch. Rows of positions that its block has seen are computed once more, after a
-    preemption: only what is new belongs to the block's step. `fresh` are the rows of those, within the batch.
+    preemption: only what is new belongs to the block's step. `fresh` are the rows of that, within the batch.
     """
 
-    request_id: str
-    index: int
-    first: int
-    count: int
-    position: int
-    companion: Companion
-    fresh: slice = field(init=False)
+    __slots__ = ("companion", "count", "first", "fresh", "index", "position", "request_id")
 
-    def __post_init__(self) -> None:
-        again = self.companion.seen - self.position
-        self.fresh = slice(
-            self.first + min(self.count, max(0, again)) if again > 0 else self.first, self.first + self.count
-        )
+    def __init__(
+        self, request_id: str, index: int, first: int, count: int, position: int, companion: Companion
+    ) -> None:
+        self.request_id, self.index, self.companion = request_id, index, companion
+        self.first, self.count, self.position = first, count, position
+        again = companion.seen - position
+        self.fresh = slice(first if again <= 0 else first + min(count, again), first + count)
 
     @property
     def again(self) -> slice:
@@ -60,8 +54,10 @@ class ForwardPass:
         self.of: Mapping[Worker, Placed] = {each.companion.worker: each for each in placed}
         self.put_back = [each for each in placed if each.companion.kept]  # who lost their place in the caches
         self._again = False
+        self._numbered = host.numbered
         self.kept: dict[Site, Tensor] = {}  # queries and keys before the rotary embedding, for blocks that name them
         self._keeping = host.early if any(each.companion.early for each in placed) else frozenset[Site]()
+        self._looks = bool(self._keeping) or host.recorder is not None  # at every tap, whoever waits there
 
     def begin(self) -> None:
         """The step of every request with new rows begins; of one that its block has ended a step may be under way."""
@@ -104,7 +100,7 @@ class ForwardPass:
 
     def begin_again(self) -> None:
         """The same pass runs a second time, with every tap alive: what blocks wrote in the first is written again."""
-        self._again = True
+        self._again = self._looks = True
 
     def before(self, tap: "OpTap", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
         """An attention op is about to run."""
@@ -133,9 +129,9 @@ class ForwardPass:
 
     def tap(self, site: int, x: Tensor, residual: Tensor | None) -> None:
         """A tensor, or the stream's two halves, passes the tap of this number."""
-        slot = self.host.numbered[site]
+        slot = self._numbered[site]
         slot.passed = self.clock
-        if slot.workers or self._keeping or self._again or self.host.recorder is not None:
+        if slot.workers or self._looks:
             self.meet(slot, x, residual)  # most taps have nobody, and cost that look
 
     def meet(self, slot: Slot, x: Tensor, residual: Tensor | None) -> None:
@@ -143,41 +139,44 @@ class ForwardPass:
         slot.passed = self.clock
         x, residual = _flat(x, self.total), None if residual is None else _flat(residual, self.total)
         self.host.keep(slot.site, x, residual)
-        tapped = Tapped(x, residual, delays=self._is_alone)
-        again = self._halves(self.doing_again(slot), tapped)
-        for each in again:
-            self.do_again(each.worker, slot, each)
-        write_back(again, self._settle)
+        tapped = Tapped(x, residual, delays=self.host.is_alone)
+        self._write_again(slot, tapped)
         if slot.site in self._keeping:
             self.kept[slot.site] = x.clone()
         if slot.workers:
-            workers, slot.workers = self.arrived(slot), []
-            for group in in_groups(self._halves(workers, tapped)):
+            workers, slot.workers = slot.workers, []
+            for group in in_groups([self._arrive(worker, slot, tapped) for worker in workers]):
                 self._resume(group)
+
+    def _write_again(self, slot: Slot, tapped: Tapped) -> None:
+        again = [self._halves(worker, tapped) for worker in self.doing_again(slot)]
+        for each in again:
+            self.do_again(each.companion.worker, slot, each)
+        write_back(again, self._settle)
+
+    def _arrive(self, worker: Worker, slot: Slot, tapped: Tapped) -> Halves:
+        """A block waits here, and may do so again: graphs are cut there."""
+        self.of[worker].companion.came_to(slot.site)
+        return self._halves(worker, tapped)
 
     def _resume(self, waiting: Sequence[Halves]) -> None:
         """Blocks run on, each with its rows."""
-        if self._is_alone:
+        if self.host.is_alone:  # on several ranks each read of a block is a message
             with suppress(Exception):  # each then reads for itself, and whose copy cannot be made hears of it
                 gather(waiting)
         for each in waiting:
-            worker = each.worker
-            with Guard(self.of[worker].companion):
-                worker.interleaver.resume(worker, each)
+            companion = each.companion
+            with Guard(companion):
+                companion.interleaver.resume(companion.worker, each)
         write_back(waiting, self._settle)
 
     def _settle(self, edited: Halves) -> None:
-        with self.guarded(edited.worker):
+        with Guard(edited.companion):
             edited.settle()
 
-    def _halves(self, workers: Sequence[Worker], tapped: Tapped) -> list[Halves]:
-        placed = [self.of[worker] for worker in workers]
-        return [Halves(tapped, each.fresh, each.companion.worker) for each in placed]
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether there is one rank: on several each read and edit of a block is a message, and none waits."""
-        return self.host.is_alone
+    def _halves(self, worker: Worker, tapped: Tapped) -> Halves:
+        placed = self.of[worker]
+        return Halves(tapped, placed.fresh, placed.companion)
 
     def meet_logits(self, logits: Tensor) -> None:
         """One row per request, in the batch's order."""
@@ -188,7 +187,7 @@ class ForwardPass:
             with self.guarded(worker):
                 placed = self.of[worker]
                 row = slice(placed.index, placed.index + 1)
-                worker.interleaver.resume(worker, Halves(tapped, row, placed.companion.worker))
+                worker.interleaver.resume(worker, Halves(tapped, row, placed.companion))
 
     def meet_raw(self, slot: Slot, nest: Any, signature: Signature | None) -> None:
         """What a module was called with, or gave."""

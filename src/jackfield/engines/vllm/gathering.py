@@ -6,55 +6,68 @@ before its own rows are looked at again.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final, cast
 
 from torch import Tensor
 
 from jackfield.interleave.worker import Channel
 
 if TYPE_CHECKING:
-    from jackfield.engines.vllm.companion import TracedWorker
+    from jackfield.engines.vllm.companion import Companion
+
+Views = tuple[Tensor, ...] | list[Tensor]
 
 GATHERED_BYTES: Final = 1 << 25
 """Of what is copied together, before the blocks run that it is for: all of it is in memory at once."""
 
 
-@dataclass(slots=True)
 class Tapped:
     """The one tensor that passes, or the two whose sum is the stream: [row, width], of the whole batch.
 
     `delays`: whether edits wait for each other.
     """
 
-    x: Tensor
-    residual: Tensor | None = None
-    delays: bool = False
+    __slots__ = ("_cut", "delays", "residual", "x")
 
-    def cut(self, rows: Sequence[slice]) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Views of these rows, [1, token, width] each, of the one tensor and of the other. `rows` are in order."""
-        sizes, places, end = list[int](), list[int](), rows[0].start
-        for each in rows:
-            if each.start > end:
-                sizes.append(each.start - end)
-            places.append(len(sizes))
-            sizes.append(each.stop - each.start)
-            end = each.stop
-        x = self.x[None, rows[0].start : end].split(sizes, 1)
-        if self.residual is None:
-            return [x[place] for place in places], None
-        residual = self.residual[None, rows[0].start : end].split(sizes, 1)
-        return [x[place] for place in places], [residual[place] for place in places]
+    def __init__(self, x: Tensor, residual: Tensor | None = None, *, delays: bool = False) -> None:
+        self.x, self.residual, self.delays = x, residual, delays
+        self._cut: tuple[Sequence[Halves], Cut] = (), Cut((), (), None)  # who reads mostly writes as well
+
+    def cut(self, those: Sequence["Halves"]) -> "Cut":
+        """The rows of these requests. `those` are in the order of their rows."""
+        if self._cut[0] != those:
+            rows = [each.rows for each in those]
+            sizes = [each.stop - each.start for each in rows]
+            here = slice(rows[0].start, rows[-1].stop)
+            x, residual = (None if half is None else half[None, here] for half in (self.x, self.residual))
+            assert x is not None
+            if sum(sizes) == here.stop - here.start:
+                cut = Cut(sizes, split(x, sizes), None if residual is None else split(residual, sizes))
+            else:
+                cut = Cut(sizes, _picked(x, rows), None if residual is None else _picked(residual, rows))
+            self._cut = those, cut
+        return self._cut[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Views of the rows of some requests, [1, token, width] each: of the one tensor, and of the other."""
+
+    sizes: Sequence[int]
+    x: Views
+    residual: Views | None
 
 
 class Halves:
     """One request's rows of what passes, and its edit [1, token, width] that waits to be put back."""
 
-    __slots__ = ("edit", "rows", "tapped", "worker")
+    __slots__ = ("companion", "edit", "rows", "tapped")
 
-    def __init__(self, tapped: Tapped, rows: slice, worker: "TracedWorker") -> None:
-        self.tapped, self.rows, self.worker = tapped, rows, worker
+    def __init__(self, tapped: Tapped, rows: slice, companion: "Companion") -> None:
+        self.tapped, self.rows, self.companion = tapped, rows, companion
         self.edit: tuple[RowsChannel, Tensor] | None = None
 
     @property
@@ -75,9 +88,7 @@ class Halves:
 
 
 class RowsChannel(Channel):
-    """A channel of whole rows, those of many requests at once where it `gathers`."""
-
-    gathers: bool
+    """A channel of whole rows, those of many requests at once where it can be had `together`."""
 
     @abstractmethod
     def read_together(self, waiting: Sequence[Halves]) -> Sequence[Tensor]:
@@ -94,15 +105,25 @@ class RowsChannel(Channel):
 
 def gather(waiting: Sequence[Halves]) -> None:
     """Copies what each of them waits for, where it is all of its rows: the worker finds it when it reads."""
-    for channel, those in _by_channel(sorted(waiting, key=_first), lambda each: each.worker.awaited):
+    wanted: dict[RowsChannel, list[Halves]] = {}
+    for each in waiting:
+        channel = each.companion.worker.awaited
+        if channel is not None and channel.together:
+            wanted.setdefault(cast("RowsChannel", channel), []).append(each)
+    for channel, those in wanted.items():
+        those.sort(key=_first)
         for each, copy in zip(those, channel.read_together(those), strict=True):
-            each.worker.gathered = channel, copy
+            each.companion.worker.gathered = channel, copy
 
 
-def write_back(edited: Iterable[Halves], alone: Callable[[Halves], None]) -> None:
+def write_back(edited: Sequence[Halves], alone: Callable[[Halves], None]) -> None:
     """Puts the edits that wait back, together; where that fails each by `alone`, so that it fails by itself."""
-    waiting = sorted((each for each in edited if each.edit is not None), key=_first)
-    for channel, those in _by_channel(waiting, lambda each: each.edit and each.edit[0]):
+    waiting: dict[RowsChannel, list[Halves]] = {}
+    for each in edited:
+        if each.edit is not None:
+            waiting.setdefault(each.edit[0], []).append(each)
+    for channel, those in waiting.items():
+        those.sort(key=_first)
         try:
             channel.write_together(those)
         except Exception:
@@ -114,27 +135,34 @@ def write_back(edited: Iterable[Halves], alone: Callable[[Halves], None]) -> Non
 
 def in_groups(waiting: Sequence[Halves]) -> Iterator[Sequence[Halves]]:
     """As many at a time as are copied together: rows of up to `GATHERED_BYTES`, and one at least."""
-    x = waiting[0].tapped.x
-    most, first, rows = GATHERED_BYTES // (x.shape[-1] * x.element_size() or 1), 0, 0
-    for place, each in enumerate(waiting):
-        count = each.rows.stop - each.rows.start
-        if rows + count > most and place > first:
-            yield waiting[first:place]
-            first, rows = place, 0
-        rows += count
+    x, first, rows = waiting[0].tapped.x, 0, 0
+    if x.nbytes > GATHERED_BYTES:
+        most = GATHERED_BYTES * x.shape[0] // x.nbytes
+        for place, each in enumerate(waiting):
+            count = each.rows.stop - each.rows.start
+            if rows + count > most and place > first:
+                yield waiting[first:place]
+                first, rows = place, 0
+            rows += count
     yield waiting[first:]
 
 
-def _first(halves: Halves) -> int:
-    return halves.rows.start
+def split(tensor: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Views of [1, row, width], of so many rows each."""
+    return tensor.split_with_sizes(sizes, 1)
 
 
-def _by_channel(
-    those: Iterable[Halves], channel: Callable[[Halves], Channel | None]
-) -> Iterable[tuple[RowsChannel, list[Halves]]]:
-    found: dict[RowsChannel, list[Halves]] = {}
-    for each in those:
-        wanted = channel(each)
-        if isinstance(wanted, RowsChannel) and wanted.gathers:
-            found.setdefault(wanted, []).append(each)
-    return found.items()
+def _picked(tensor: Tensor, rows: Sequence[slice]) -> list[Tensor]:
+    """Views of these rows of [1, row, width], which begins with the first of them."""
+    sizes, places, end = list[int](), list[int](), rows[0].start
+    for each in rows:
+        if each.start > end:
+            sizes.append(each.start - end)
+        places.append(len(sizes))
+        sizes.append(each.stop - each.start)
+        end = each.stop
+    views = split(tensor, sizes)
+    return [views[place] for place in places]
+
+
+_first = attrgetter("rows.start")

@@ -5,8 +5,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch import (
+    _foreach_add as add_each,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+)
+from torch import (
+    _foreach_copy_ as copy_each,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+)
+from torch import (
+    _foreach_mul as multiply_each,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+)
 
-from jackfield.engines.vllm.gathering import Halves, RowsChannel
+from jackfield.engines.vllm.gathering import Halves, RowsChannel, split
 from jackfield.engines.vllm.parts import WHOLE_PART, Joint
 from jackfield.interleave.site import Site
 from jackfield.interleave.worker import WHOLE, Channel, Selection, Worker
@@ -25,7 +34,7 @@ class StreamChannel(RowsChannel):
     ) -> None:
         self.name = self.memory = name
         self.site, self.summed, self.factor, self.writable = site, summed, factor, True
-        self.joint, self.gathers = joint, joint is WHOLE_PART
+        self.joint, self.together = joint, joint is WHOLE_PART
 
     def read(self, passing: Halves, worker: Worker, selection: Selection) -> Tensor:
         passing.settle()
@@ -36,17 +45,24 @@ class StreamChannel(RowsChannel):
 
     def read_together(self, waiting: Sequence[Halves]) -> Sequence[Tensor]:
         with torch.inference_mode(False), torch.no_grad():  # a tensor born in it has no version counter
-            x, residual = waiting[0].tapped.cut([each.rows for each in waiting])
-            if not self.summed or residual is None:
-                return torch._foreach_mul(x, self.factor)  # by 1 no bit changes
-            rows = torch._foreach_add(x, residual)
-            return rows if self.factor == 1.0 else torch._foreach_mul(rows, self.factor)
+            cut = waiting[0].tapped.cut(waiting)
+            if not self.summed or cut.residual is None:
+                return multiply_each(cut.x, self.factor)  # by 1 no bit changes
+            rows = add_each(cut.x, cut.residual)
+            return rows if self.factor == 1.0 else multiply_each(rows, self.factor)
 
     def write(self, passing: Halves, worker: Worker, selection: Selection, value: Tensor) -> None:
-        passing.settle()
+        if passing.edit is not None:
+            passing.settle()
         tapped = passing.tapped
-        alike = value.dtype == tapped.x.dtype and value.device == tapped.x.device  # else it fails, and by itself
-        if tapped.delays and self.gathers and selection.tokens is None and alike:
+        x = tapped.x  # an edit that is unlike it fails, and by itself
+        if (
+            tapped.delays
+            and self.together
+            and selection.tokens is None
+            and value.dtype is x.dtype
+            and value.device == x.device
+        ):
             passing.edit = self, value
         else:
             self._write(passing, selection, value)
@@ -55,15 +71,13 @@ class StreamChannel(RowsChannel):
         self._write(passing, WHOLE, value)
 
     def write_together(self, edited: Sequence[Halves]) -> None:
-        rows = [each.rows for each in edited]
-        xs, residuals = edited[0].tapped.cut(rows)
+        cut = edited[0].tapped.cut(edited)
+        residual = None if cut.residual is None else torch.cat(cut.residual, 1)
         after = torch.cat([each.edit[1] for each in edited if each.edit is not None], 1)
-        counts = [each.stop - each.start for each in rows]
-        residual = None if residuals is None else torch.cat(residuals, 1)
-        x, changed = self._edited(torch.cat(xs, 1), residual, after)
-        torch._foreach_copy_(xs, x.split(counts, 1))
-        if self.summed and residual is not None and residuals is not None:
-            torch._foreach_copy_(residuals, residual.masked_fill_(changed, 0).split(counts, 1))
+        x, changed = self._edited(torch.cat(cut.x, 1), residual, after)
+        copy_each(cut.x, split(x, cut.sizes))
+        if self.summed and residual is not None and cut.residual is not None:
+            copy_each(cut.residual, split(residual.masked_fill_(changed, 0), cut.sizes))
 
     def _write(self, passing: Halves, selection: Selection, value: Tensor) -> None:
         places: Any = _places(selection)
@@ -139,7 +153,7 @@ class HeadResultsChannel(HeadsChannel):
         given: Joint,
     ) -> None:
         super().__init__(name, site, num_heads, joint)
-        self.writable, self.projection, self.given, self.gathers = False, projection, given, False
+        self.writable, self.projection, self.given, self.together = False, projection, given, False
 
     def read(self, passing: Halves, worker: Worker, selection: Selection) -> Tensor:
         premix = super().read(passing, worker, Selection(tokens=selection.tokens))[0]
