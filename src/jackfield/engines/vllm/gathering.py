@@ -34,12 +34,12 @@ class Tapped:
 
     def __init__(self, x: Tensor, residual: Tensor | None = None, *, delays: bool = False) -> None:
         self.x, self.residual, self.delays = x, residual, delays
-        self._cut: tuple[Sequence[Halves], Cut] = (), Cut((), (), None)  # who reads mostly writes as well
+        self._cut: tuple[list[slice], Cut] = [], Cut((), (), None)  # who reads mostly writes as well
 
     def cut(self, those: Sequence["Halves"]) -> "Cut":
         """The rows of these requests. `those` are in the order of their rows."""
-        if self._cut[0] != those:
-            rows = [each.rows for each in those]
+        rows = [each.rows for each in those]
+        if self._cut[0] != rows:
             sizes = [each.stop - each.start for each in rows]
             here = slice(rows[0].start, rows[-1].stop)
             x, residual = (None if half is None else half[None, here] for half in (self.x, self.residual))
@@ -48,7 +48,7 @@ class Tapped:
                 cut = Cut(sizes, split(x, sizes), None if residual is None else split(residual, sizes))
             else:
                 cut = Cut(sizes, _picked(x, rows), None if residual is None else _picked(residual, rows))
-            self._cut = those, cut
+            self._cut = rows, cut
         return self._cut[1]
 
 
