@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, cast
 
+import torch
 from torch import Tensor
 
 from jackfield.interleave.worker import Channel
@@ -84,7 +85,8 @@ class Halves:
         """Puts the edit that waits back, before the rows are looked at."""
         edit, self.edit = self.edit, None
         if edit is not None:
-            edit[0].write_alone(self, edit[1])
+            with torch.inference_mode(self.tapped.x.is_inference()):  # only there such tensors can be written to
+                edit[0].write_alone(self, edit[1])
 
 
 class RowsChannel(Channel):
