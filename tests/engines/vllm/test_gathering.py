@@ -186,11 +186,13 @@ def assigns(m: jf.Model, t: Any) -> Any:
 
 
 def edits_twice(m: jf.Model, t: Any) -> Any:
-    """Two values of one tap: the second is what it is after the edit of the first, and is edited too."""
+    """At one tap: two values, the second of which is made of the first, and one that is read after it was assigned."""
     found = []
     for _ in t.iter[:]:
         layer = m.layers[1]
-        layer.attention_output[:, -1] *= 3
+        layer.attention_premix[:, -1] *= 3
+        found.append(layer.attention_head_results)
+        layer.layer_mid = layer.layer_mid * 1.2
         mid = layer.layer_mid
         seen = mid.clone()
         mid[:, 0] += 1

@@ -63,7 +63,7 @@ class ForwardPass:
         """The step of every request with new rows begins; of one that its block has ended a step may be under way."""
         for each in self.placed:
             companion, last = each.companion, each.position + each.count - 1
-            if last >= companion.seen and companion.verdict is None:
+            if last >= companion.seen and not companion.worker.stopped:
                 companion.last = None
                 with Guard(companion):
                     companion.interleaver.begin(companion.step_at(last), self.clock)
@@ -156,8 +156,9 @@ class ForwardPass:
 
     def _arrive(self, worker: Worker, slot: Slot, tapped: Tapped) -> Halves:
         """A block waits here, and may do so again: graphs are cut there."""
-        self.of[worker].companion.came_to(slot.site)
-        return self._halves(worker, tapped)
+        placed = self.of[worker]
+        placed.companion.came_to(slot.site)
+        return Halves(tapped, placed.fresh, placed.companion)
 
     def _resume(self, waiting: Sequence[Halves]) -> None:
         """Blocks run on, each with its rows."""
