@@ -93,7 +93,7 @@ def test_edits_put_back_together_are_those_put_back_alone(channel: StreamChannel
             for each, value in zip(waiting[::-1], values[::-1], strict=True):
                 channel.write(each, cast("Any", None), WHOLE, value)
         assert other.x.equal(before[0])  # nothing has gone back yet
-        write_back(beside, lambda each: pytest.fail(f"{each} went back alone"))
+        write_back(beside[::-1], lambda each: pytest.fail(f"{each} went back alone"))
     assert not any(each.edit for each in beside)
     assert other.x.equal(one.x)
     assert cast("Tensor", other.residual).equal(cast("Tensor", one.residual))
@@ -315,7 +315,7 @@ def test_the_edits_of_others_stand_beside_one_that_fails(
     model: jf.Model, block: Any, error: type[Exception], message: str
 ) -> None:
     blocks = (steers, assigns, block, edits_twice, block, steers, reads, edits_heads)
-    with pytest.raises(ExceptionGroup) as caught, model.trace(max_tokens=5, ignore_eos=True) as t:
+    with pytest.raises(ExceptionGroup) as caught, model.trace(max_tokens=5, ignore_eos=True) as t:  # noqa: PT012
         for prompt, each in zip(PROMPTS, blocks, strict=True):
             with t.invoke(prompt):
                 t.save(found=each(model, t))
