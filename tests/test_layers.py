@@ -17,6 +17,7 @@ ROWS = (
     ("cli",),
     ("plots",),
     ("model", "session"),
+    ("harvest",),
     ("engines",),
     ("values", "interventions"),
     ("trace",),

@@ -4,6 +4,7 @@ from jackfield.errors import (
     EditMismatch,
     EngineDied,
     EngineError,
+    HarvestError,
     InvalidIntervention,
     InvalidPlot,
     InvalidRequest,
@@ -23,6 +24,7 @@ from jackfield.errors import (
     UnsupportedVersion,
     ValueAccessError,
 )
+from jackfield.harvest.reading import Harvest
 from jackfield.interleave.site import Port, Site
 from jackfield.interventions.documents import from_json, to_json
 from jackfield.interventions.kinds import (
@@ -53,6 +55,8 @@ __all__ = [
     "EngineError",
     "Family",
     "Formula",
+    "Harvest",
+    "HarvestError",
     "Intervention",
     "InvalidIntervention",
     "InvalidPlot",

@@ -19,6 +19,7 @@
     │   ├── RequestTooLong        a prompt that does not fit                             (also an InvalidRequest)
     │   ├── MissingExtra          an optional package that this call needs
     │   └── EngineDied            the engine is gone, or was closed
+    ├── HarvestError              a folder that cannot be harvested into, gone on with, or read
     ├── InvalidIntervention       an intervention that cannot be applied, found when it is submitted
     └── InvalidPlot               arrays or labels that cannot be drawn                   (also a ValueError)
 
@@ -104,6 +105,10 @@ class MissingExtra(EngineError):
 
 class EngineDied(EngineError):
     """The engine has ended, or was closed."""
+
+
+class HarvestError(JackfieldError):
+    """A folder that cannot be harvested into, gone on with, or read."""
 
 
 class InvalidIntervention(JackfieldError):

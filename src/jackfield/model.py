@@ -3,8 +3,9 @@
 import asyncio
 import contextvars
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,10 @@ from jackfield.engines.intervened import with_interventions
 from jackfield.engines.prompt import One, parse_prompts
 from jackfield.engines.request import Sampling
 from jackfield.errors import InvalidRequest, UnknownValue, near
+from jackfield.harvest.asked import Limits
+from jackfield.harvest.harvesting import harvest
+from jackfield.harvest.reading import Harvest
+from jackfield.harvest.running import Tally
 from jackfield.interleave.reference import Shared
 from jackfield.interventions.kinds import Intervention
 from jackfield.interventions.shared import Named
@@ -142,6 +147,43 @@ class Model(RootValues, ValuePart):
         found = list(self._engine.outcomes(iter(requests)))
         raise_errors(found, of=len(found))
         return [result(outcome) for outcome in found]
+
+    def harvest(
+        self,
+        prompts: Any,
+        folder: str | Path,
+        interventions: Iterable[Intervention],
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        dtype: torch.dtype | str | None = None,
+        shard_mb: float = 512,
+        shard_prompts: int = 4096,
+        on_progress: Callable[[Tally], object] | None = None,
+    ) -> Harvest:
+        """Writes what captures and probes keep of many prompts to safetensors files in `folder`, one pass a prompt.
+
+        All captures and probes have the same `positions` and `reduce`, so that their tensors have the same rows; edits
+        among the interventions apply as in `generate`. An iterator of prompts is read as they are run. A file is full
+        at `shard_mb` megabytes or `shard_prompts` prompts; `dtype` is what floating values are stored in, their own
+        without it. `on_progress` gets a Tally after each prompt.
+
+        The same call on the same folder goes on where the last one ended, however it ended. A prompt that cannot be run
+        is named in `Harvest.failed`, and the others go on. HarvestError, before anything runs, for a folder that is of
+        something else; later, where it cannot be written to. InvalidIntervention and InvalidRequest as in `generate`.
+
+        >>> streams = [jf.Capture("layers.*.layer_output", positions="last")]           # doctest: +SKIP
+        >>> model.harvest(iter(prompts), "activations", streams)                        # doctest: +SKIP
+        <Harvest 'activations': 1000 prompts, 1000 rows in 1 shards>
+        """
+        job = Job(self._engine, self, {}, chat_template_kwargs)
+        request = functools.partial(job.request, block=None, sampling=Sampling.parse(max_tokens=1, detokenize=False))
+        return harvest(
+            *(self._engine, self._named, request, prompts, folder, interventions),
+            chat_template_kwargs=chat_template_kwargs,
+            dtype=dtype,
+            limits=Limits.parse(shard_mb, shard_prompts),
+            on_progress=on_progress,
+        )
 
     def project_on_vocab(self, x: Tensor, norm: bool = True) -> Tensor:
         """Final norm, output head, scale and cap on any [..., d_model]: [..., vocab]. Inside blocks and out.

@@ -100,7 +100,10 @@ def test_positions(model: jf.Model, prompts: list[list[int]], form: str) -> None
 
 @pytest.mark.parametrize("form", POSITIONS)
 def test_nothing_else_is_read(model: jf.Model, prompts: list[list[int]], form: str, monkeypatch: Any) -> None:
-    """Of each step the meant rows of the one value, and of a step without any nothing."""
+    """Of each step the meant rows of the one value, and of a step without any nothing.
+
+    Of a value for which no engine has a faster way than the block.
+    """
     given, meant = POSITIONS[form]
     read: list[tuple[str, int, int]] = []
     kept = Worker.read
@@ -111,12 +114,14 @@ def test_nothing_else_is_read(model: jf.Model, prompts: list[list[int]], form: s
         return found
 
     monkeypatch.setattr(Worker, "read", counting)
-    vector = numbers(model.hidden_size)
+    vector = numbers(model.head_dim)
     arguments: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
-    model.generate(prompts[0], [jf.Steer("layers.0.mlp_output", vector, positions=given)], **arguments)
+    model.generate(prompts[0], [jf.Steer("layers.0.attention_head_outputs", vector, positions=given)], **arguments)
     in_prompt = len([position for position in meant if position < LENGTH])
-    expected = [("mlp_output", 0, in_prompt)] if in_prompt else []
-    expected += [("mlp_output", position - LENGTH + 1, 1) for position in sorted(meant) if position >= LENGTH]
+    expected = [("attention_head_outputs", 0, in_prompt)] if in_prompt else []
+    expected += [
+        ("attention_head_outputs", position - LENGTH + 1, 1) for position in sorted(meant) if position >= LENGTH
+    ]
     assert read == expected
 
 
@@ -203,6 +208,37 @@ def test_a_probe_is_products_and_a_bias(model: jf.Model, prompts: list[list[int]
         probed = model.generate(prompts[0], [jf.Probe(site, directions, given)], **arguments)[0].saved[site]
         torch.testing.assert_close(probed, captured @ directions.T + expected, rtol=1e-4, atol=1e-4)
         assert probed.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["layer_output", "attention_head_outputs"])
+def test_a_probe_is_reduced_and_its_largest_are_kept(model: jf.Model, prompts: list[list[int]], name: str) -> None:
+    """Over all steps; the largest are those of what the reduction left, each beside the direction that it is of."""
+    site, width = f"layers.1.{name}", model.hidden_size if name == "layer_output" else model.head_dim
+    directions = numbers(6, width)
+
+    def kept(**options: Any) -> dict[str, Tensor]:
+        probe = jf.Probe(site, directions, 0.5, **options)
+        return model.generate(prompts[0], [probe], max_tokens=3, ignore_eos=True)[0].saved
+
+    products = kept()[site]
+    for reduce, expected in ((None, products), ("last", products[-1]), ("mean", products.mean(0))):
+        torch.testing.assert_close(kept(reduce=reduce)[site], expected, rtol=1e-4, atol=1e-4)
+        largest = kept(reduce=reduce, top_k=2)
+        assert list(largest) == [site, f"{site}.indices"]
+        torch.testing.assert_close(largest[site], expected.topk(2).values, rtol=1e-4, atol=1e-4)
+        found = expected.gather(-1, largest[f"{site}.indices"])
+        torch.testing.assert_close(found, largest[site], rtol=1e-4, atol=1e-4)
+
+
+def test_the_largest_of_a_position_that_never_came_are_none(fake: jf.Model, prompts: list[list[int]]) -> None:
+    first = fake.run(prompts[1], max_tokens=1, ignore_eos=True).token_ids
+    probe = jf.Probe("layers.0.layer_output", numbers(6, 8), positions=[8], top_k=2)
+    arguments: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True, "stop_token_ids": first}
+    saved = fake.generate(prompts[1], [probe], **arguments)[0].saved
+    assert [(each.dtype, tuple(each.shape)) for each in saved.values()] == [
+        (torch.float32, (0, 2)),
+        (torch.int64, (0, 2)),
+    ]
 
 
 def test_what_is_kept_at_a_site_is_what_stands_there_when_its_turn_comes(

@@ -34,6 +34,7 @@ KINDS: dict[str, jf.Intervention] = {
     "Knockout": jf.Knockout("*", queries="last", keys=range(3), heads=0),
     "Capture": jf.Capture("layers.0.attention_scores", "mean"),
     "Probe": jf.Probe("layers.0.layer_output", numbers(2, 6), numbers(2, seed=1)),
+    "Probe of the largest": jf.Probe("layers.0.layer_output", numbers(4, 6), reduce="mean", top_k=2),
     "Probe of one": jf.Probe("layers.0.layer_output", numbers(6), 2),
 }
 

@@ -54,6 +54,9 @@ V = numbers(8)  # as wide as the scripted engine's stream
             "^Capture, reduce: 'max' is no way to reduce; write None",
         ),
         (lambda: jf.Probe("logits", V, ""), "^Probe, bias: it is a str"),
+        (lambda: jf.Probe("logits", V, reduce="max"), "^Probe, reduce: 'max' is no way to reduce"),
+        (lambda: jf.Probe("logits", V, top_k=0), "^Probe, top_k: 0 products are none; write a whole number from 1"),
+        (lambda: jf.Probe("logits", V, top_k=1.5), "^Probe, top_k: 1.5 is no number of products"),
     ],
 )
 def test_what_no_model_could_do(make: Callable[[], Any], message: str) -> None:
@@ -82,6 +85,7 @@ REFUSED: list[tuple[Given, str]] = [
     (lambda m: jf.Capture("layers.0.attention_keys", heads=m.num_kv_heads), "there is no head"),
     (lambda m: jf.Capture("layers.0.attention_cached_keys"), "has no row per token of a step; take attention_keys"),
     (lambda m: jf.Steer("layers.0.attention_scores", V), "vector needs rows of one width"),
+    (lambda m: jf.Probe("layers.0.layer_output", numbers(2, m.hidden_size), top_k=3), "top_k=3 of 2 directions"),
     (lambda m: jf.Probe("layers.0.attention_probabilities", V), "directions needs rows of one width"),
     (
         lambda m: jf.Capture("layers.0.router_logits"),

@@ -9,6 +9,7 @@ import sys
 import typer
 
 from jackfield.cli.generate import generate
+from jackfield.cli.harvest import harvest
 from jackfield.cli.look import look
 from jackfield.cli.support import support
 from jackfield.engines.ranks import Ended
@@ -36,7 +37,7 @@ def application() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    for command in (look, generate, support):
+    for command in (look, generate, harvest, support):
         commands.command()(command)
     return commands
 

@@ -19,17 +19,20 @@ ModelOption = Annotated[
 ]
 
 
-EngineOption = Annotated[str, typer.Option("--engine", help="What runs it: transformers or llama.")]
+EngineOption = Annotated[str, typer.Option("--engine", help="What runs it: transformers, vllm or llama.")]
 
 
-def load(name: str | None, engine: str = "transformers") -> Model:
+def load(name: str | None, engine: str = "transformers", max_num_seqs: int | None = None) -> Model:
     """The model of that name, the sample model without one, while a spinner on stderr says how far it is.
 
-    Under `torchrun` it is shared by the ranks: the first goes on, the others follow it and then end.
+    `max_num_seqs` is how many prompts run beside each other; without it the engine says. Under `torchrun` the model is
+    shared by the ranks: the first goes on, the others follow it and then end.
     """
     if engine not in ENGINES:
         raise typer.BadParameter(f"there is no engine {engine!r}: write {' or '.join(ENGINES)}.", param_hint="--engine")
     options: dict[str, Any] = {"engine": engine}
+    if max_num_seqs is not None:
+        options["max_batch_size" if engine == "llama" else "max_num_seqs"] = max_num_seqs
     if settings().world_size > 1:
         options |= _ranks(engine)
     doing = f"loading {name or 'the sample model'}"

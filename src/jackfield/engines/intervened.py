@@ -6,7 +6,7 @@ from typing import Any
 
 from jackfield.engines.engine import Engine, Request
 from jackfield.interventions.asked import per_prompt
-from jackfield.interventions.plan import Plan
+from jackfield.interventions.plan import Plan, Support
 
 
 def with_interventions(
@@ -16,17 +16,19 @@ def with_interventions(
 
     InvalidIntervention, before anything runs, for what does not fit the model or a request.
     """
+    known: Support = {}
     plans: dict[int, Plan] = {}  # one list for all prompts is one tuple, and is held against the model once
     found = per_prompt(given, len(requests))
     for own in found:
         if own and id(own) not in plans:
-            plans[id(own)] = Plan.of(own, engine, named)
+            plans[id(own)] = Plan.of(own, engine, named, known)
     return [
-        _with_block(request, plans[id(own)], engine) if own else request
+        with_block(request, plans[id(own)], engine) if own else request
         for request, own in zip(requests, found, strict=True)
     ]
 
 
-def _with_block(request: Request, plan: Plan, engine: Engine) -> Request:
+def with_block(request: Request, plan: Plan, engine: Engine) -> Request:
+    """The request with the block of a plan. InvalidRequest, InvalidIntervention where the two do not fit."""
     engine.admit_block(request.prompt_token_ids)
     return replace(request, block=plan.block(len(request.prompt_token_ids), request.sampling.max_tokens))

@@ -57,6 +57,16 @@ def read_reduction(given: object) -> str | None:
     raise ValueError(f"{given!r} is no way to reduce; write None, 'last' or 'mean'.{near(str(given), REDUCTIONS)}")
 
 
+def read_top_k(given: object) -> int | None:
+    """How many of the largest are kept, or None for all."""
+    if given is None:
+        return None
+    count = whole(given, f"{given!r} is no number of products; write a whole number from 1, or None for all.")
+    if count < 1:
+        raise ValueError(f"{count} products are none; write a whole number from 1, or None for all.")
+    return count
+
+
 def read_vector(given: object) -> GivenTensor:
     """One vector [width]."""
     return _tensor(given, "a vector [width]", (1,))
@@ -109,6 +119,7 @@ READERS: Final[Mapping[str, Reader]] = MappingProxyType(
         "directions": read_directions,
         "bias": read_bias,
         "reduce": read_reduction,
+        "top_k": read_top_k,
     }
 )
 """By the name of the field, which means the same in every kind."""

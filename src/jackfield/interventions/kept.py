@@ -1,6 +1,7 @@
 """What captures and probes keep of a request, from step to step: all rows, the last, or the mean."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ class Kept(ABC):
     @abstractmethod
     def result(self) -> Tensor:
         """What is kept of all of them."""
+
+    def results(self) -> Mapping[str, Tensor]:
+        """The same under the names that it has in `Result.saved`."""
+        return {str(self.place): self.result()}
 
     def widened(self, rows: Tensor, width: int) -> Tensor:
         """Rows of fewer keys, as rows of `width`."""
@@ -73,14 +78,59 @@ class MeanRow(Kept):
         self._count = 0
 
     def add(self, rows: Tensor) -> None:
-        total = rows.to(torch.promote_types(rows.dtype, torch.float32)).sum(0)
-        self._count += len(rows)
+        self.add_sum(rows.to(torch.promote_types(rows.dtype, torch.float32)).sum(0), len(rows))
+
+    def add_sum(self, total: Tensor, count: int) -> None:
+        """Takes the sum of `count` rows, in the dtype of the mean."""
+        self._count += count
         if self._sum is not None:
             total = total + (self.widened(self._sum, total.shape[-1]) if total.ndim else self._sum)
         self._sum = total
 
     def result(self) -> Tensor:
         return _came(self._sum, self.place) / self._count
+
+
+class Largest(Kept):
+    """The `count` largest of each row, and where in the row they are. `values` and `indices` keep them alike."""
+
+    def __init__(self, place: Place, count: int, values: Kept, indices: Kept) -> None:
+        super().__init__(place)
+        self._count, self._values, self._indices = count, values, indices
+
+    def add(self, rows: Tensor) -> None:
+        values, indices = rows.topk(self._count)
+        self._values.add(values)
+        self._indices.add(indices)
+
+    def result(self) -> Tensor:
+        return self._values.result()
+
+    def results(self) -> Mapping[str, Tensor]:
+        return {str(self.place): self.result(), indices_of(self.place): self._indices.result()}
+
+
+class LargestOfMean(Kept):
+    """The `count` largest of the rows' mean, and where in it they are."""
+
+    def __init__(self, place: Place, count: int) -> None:
+        super().__init__(place)
+        self._count, self._mean = count, MeanRow(place)
+
+    def add(self, rows: Tensor) -> None:
+        self._mean.add(rows)
+
+    def result(self) -> Tensor:
+        return self._mean.result().topk(self._count).values
+
+    def results(self) -> Mapping[str, Tensor]:
+        values, indices = self._mean.result().topk(self._count)
+        return {str(self.place): values, indices_of(self.place): indices}
+
+
+def indices_of(place: Place) -> str:
+    """Under which name `Result.saved` has which directions the largest products at a place are of."""
+    return f"{place}.indices"
 
 
 def _came(found: Tensor | None, place: Place) -> Tensor:

@@ -177,12 +177,16 @@ class Capture(Intervention):
 class Probe(Intervention):
     """Keeps each row's product with n `directions` [n, width], plus `bias` [n], in `Result.saved[site]`.
 
-    [tokens, n], with heads [tokens, heads, n]; float32.
+    [tokens, n], with heads [tokens, heads, n]; float32. `reduce="last"` keeps those of the last row, `"mean"` the mean
+    of the rows'. `top_k` keeps the k largest of what is left, largest first, and in `Result.saved[f"{site}.indices"]`,
+    int64 of the same shape, which directions they are of.
     """
 
     site: str
     directions: GivenTensor
     bias: GivenTensor | float | None = None
+    reduce: str | None = field(default=None, kw_only=True)
+    top_k: int | None = field(default=None, kw_only=True)
     positions: GivenPositions = field(default="all", kw_only=True)
     heads: GivenHeads = field(default=None, kw_only=True)
     edits: ClassVar[bool] = False

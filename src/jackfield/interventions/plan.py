@@ -5,7 +5,7 @@ What depends on the model is refused here; what depends on the prompt's length, 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from jackfield.interleave.reference import Shared
 from jackfield.interventions import rows
 from jackfield.interventions.block import InterventionBlock
 from jackfield.interventions.fields import check_tensor
+from jackfield.interventions.kept import indices_of
 from jackfield.interventions.kinds import (
     Capture,
     Intervention,
@@ -31,6 +32,9 @@ from jackfield.interventions.positions import Positions, check_reached, select
 from jackfield.interventions.shared import tensor_of
 from jackfield.values.anatomy import AttentionAnatomy
 from jackfield.values.value import num_heads
+
+Support: TypeAlias = dict[int | None, Mapping[str, str | None]]
+"""Why values are not to be had, by the layer."""
 
 
 class Sizes(Protocol):
@@ -69,9 +73,14 @@ class Plan:
     shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, interventions: Sequence[Intervention], target: Target, named: Mapping[str, Any]) -> "Plan":
-        """The plan of interventions on a model where `named` are shared. InvalidIntervention says what does not fit."""
-        check = _Check(target, named)
+    def of(
+        cls, interventions: Sequence[Intervention], target: Target, named: Mapping[str, Any], known: Support
+    ) -> "Plan":
+        """The plan of interventions on a model where `named` are shared. InvalidIntervention says what does not fit.
+
+        What the target supports is asked once for all plans that share `known`, a dict that begins empty.
+        """
+        check = _Check(target, named, known)
         ready = tuple(check.ready(each) for each in interventions)
         return cls(ready, target.facts.num_layers, check.shapes)
 
@@ -100,9 +109,8 @@ def _check_positions(each: Intervention, num_layers: int, prompt_length: int, en
 class _Check:
     """One list of interventions against one model."""
 
-    def __init__(self, target: Target, named: Mapping[str, Any]) -> None:
-        self._target, self._named = target, named
-        self._support: dict[int | None, Mapping[str, str | None]] = {}
+    def __init__(self, target: Target, named: Mapping[str, Any], known: Support) -> None:
+        self._target, self._named, self._support = target, named, known
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def ready(self, given: Intervention) -> Intervention:
@@ -128,8 +136,10 @@ class _Check:
                 if not len(basis):
                     raise ValueError("all of its directions are zero, so that they span nothing.")
                 return replace(given, directions=basis)
-            case Probe(directions=directions, bias=bias):
+            case Probe(directions=directions, bias=bias, top_k=top_k):
                 wide = self._directions(directions)
+                if top_k is not None and top_k > len(wide):
+                    raise ValueError(f"top_k={top_k} of {len(wide)} directions; take at most that many.")
                 return replace(given, directions=wide, bias=self._bias(bias, len(wide)))
             case _:
                 return given
@@ -172,9 +182,12 @@ class _Check:
                 raise ValueError(f"{name} needs rows of one width, and {place} has [{place.value.axes}].")
             if width is not None and columns != width:
                 raise ValueError(f"{name} has {columns} entries, and a row of {place} is {width} wide.")
-        if isinstance(made, Capture | Probe):
-            last = [len(cast("Tensor", made.directions))] if isinstance(made, Probe) else [width or 0]
-            self._keep(place, (*heads, *last) if place.name != "input_ids" else ())
+        if isinstance(made, Capture):
+            self._keep(str(place), (*heads, width or 0) if place.name != "input_ids" else ())
+        elif isinstance(made, Probe):
+            self._keep(str(place), (*heads, made.top_k or len(cast("Tensor", made.directions))))
+            if made.top_k is not None:
+                self._keep(indices_of(place), (*heads, made.top_k))
 
     def _available(self, place: Place) -> None:
         if place.layer not in self._support:
@@ -214,12 +227,10 @@ class _Check:
         widths = {"h": facts.hidden_size, "vocab": facts.vocab_size, "intermediate": facts.intermediate_size}
         return widths.get(letter) or None
 
-    def _keep(self, place: Place, shape: tuple[int, ...]) -> None:
-        if str(place) in self.shapes:
-            raise ValueError(
-                f"two interventions keep Result.saved[{str(place)!r}]; keep one of them, or ask in two calls."
-            )
-        self.shapes[str(place)] = shape
+    def _keep(self, name: str, shape: tuple[int, ...]) -> None:
+        if name in self.shapes:
+            raise ValueError(f"two interventions keep Result.saved[{name!r}]; keep one of them, or ask in two calls.")
+        self.shapes[name] = shape
 
 
 def _columns(made: Intervention) -> Iterator[tuple[str, int]]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, SupportsIndex, TypeAlias, cast
 
+import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -21,6 +22,8 @@ from jackfield.errors import near
 
 Positions: TypeAlias = str | tuple[int | range, ...]
 """As they are kept: a word, or absolute positions and ranges of them."""
+Rows: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+"""Positions, or rows, in ascending order."""
 GivenPositions: TypeAlias = str | int | range | Iterable[int | range] | None
 """As they may be written."""
 WORDS: Final = ("all", "prompt", "last", "generated")
@@ -40,6 +43,19 @@ class Selected:
     def within(self, positions: range) -> list[int]:
         """Those of `positions` that are meant, counted from the first of them: the rows of a step."""
         return [row for row, position in enumerate(positions) if position in self]
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """The positions from `start` to before `stop` that are meant, ascending."""
+        every = np.arange(start, max(start, stop))
+        if any(span.start <= start and stop <= span.stop and span.step == 1 for span in self.spans):
+            return every
+        mask = np.zeros(len(every), bool)
+        for point in self.points:
+            if start <= point < stop:
+                mask[point - start] = True
+        for span in self.spans:
+            mask |= (every >= span.start) & (every < span.stop) & ((every - span.start) % span.step == 0)
+        return every[mask]
 
     @property
     def first(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from jackfield.errors import InvalidIntervention
 from jackfield.interleave.step import Rows
 from jackfield.interventions import rows
-from jackfield.interventions.kept import AllRows, Kept, LastRow, MeanRow
+from jackfield.interventions.kept import AllRows, Kept, Largest, LargestOfMean, LastRow, MeanRow
 from jackfield.interventions.kinds import (
     Capture,
     Intervention,
@@ -206,7 +206,7 @@ class Running:
         for step in self._t.iter[self._steps()]:
             self._step(self._positions(step))
         if self._kept:
-            self._t.save(**{str(kept.place): kept.result() for kept in self._kept})
+            self._t.save(**{name: found for kept in self._kept for name, found in kept.results().items()})
 
     def _steps(self) -> list[int]:
         """Those in which a position is meant."""
@@ -280,11 +280,19 @@ class Running:
         return Keep(at, kept, reading)
 
     def _keeper(self, each: Capture | Probe, place: Place) -> Kept:
-        reduction = each.reduce if isinstance(each, Capture) else None
-        if reduction is not None:
-            return LastRow(place) if reduction == "last" else MeanRow(place)
-        kind = "float32" if isinstance(each, Probe) else place.value.dtype
-        dtype: torch.dtype = self._model.dtype if kind == "model" else getattr(torch, kind)
+        if isinstance(each, Capture):
+            kind = place.value.dtype
+            return self._rows(each.reduce, place, self._model.dtype if kind == "model" else getattr(torch, kind))
+        if each.top_k is None:
+            return self._rows(each.reduce, place, torch.float32)
+        if each.reduce == "mean":
+            return LargestOfMean(place, each.top_k)
+        values, indices = (self._rows(each.reduce, place, dtype) for dtype in (torch.float32, torch.int64))
+        return Largest(place, each.top_k, values, indices)
+
+    def _rows(self, reduce: str | None, place: Place, dtype: torch.dtype) -> Kept:
+        if reduce is not None:
+            return LastRow(place) if reduce == "last" else MeanRow(place)
         return AllRows(place, torch.empty(0, *self._block.shapes[str(place)], dtype=dtype))
 
     def _here(self, tensor: Any) -> Tensor:

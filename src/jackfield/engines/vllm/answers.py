@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from jackfield.engines.vllm.companion import Fate
-from jackfield.engines.vllm.shipping import Ends, dumps, loads
+from jackfield.engines.vllm.shipping import Ends, dumps, dumps_data, loads
 from jackfield.errors import TracingError
 
 LARGE_BYTES: Final = 2**20
@@ -59,7 +59,9 @@ class Lender:
     def answer(self, value: Any, ends: Ends, *, lending: bool) -> bytes:
         """A value as bytes, its tensors apart where they are large and the client can map this process's files."""
         buffers: list[memoryview] = []
-        data = dumps(value, ends, lambda buffer: buffers.append(buffer.raw()))
+        keep: Callable[[pickle.PickleBuffer], None] = lambda buffer: buffers.append(buffer.raw())  # noqa: E731
+        is_data = isinstance(value, Fate) and value.is_data
+        data = dumps_data(value, keep) if is_data else dumps(value, ends, keep)
         large = sum(buffer.nbytes for buffer in buffers) >= LARGE_BYTES
         apart = self.lend(buffers) if lending and large else [bytearray(buffer) for buffer in buffers]
         return pickle.dumps((data, apart))

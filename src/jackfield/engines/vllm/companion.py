@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import StringIO
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
 from jackfield.interleave.worker import Slot
+from jackfield.interventions.block import InterventionBlock
+from jackfield.trace.capture import Block
 from jackfield.trace.tracer import Tracer
 from jackfield.values.tree import RAW_NAMES
 
@@ -29,7 +31,8 @@ DYNAMIC_NAMES: Final = frozenset({"getattr", "attrgetter", "read"})  # by which 
 class Fate:
     """What became of a block, on its way back to the client. `interrupt`: what ended it was no error.
 
-    `printed`: what it printed in another process than the client's.
+    `printed`: what it printed in another process than the client's. `is_data`: there was no block, and nothing in
+    `saved` but tensors of their own.
     """
 
     saved: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -38,6 +41,7 @@ class Fate:
     stopped: bool = False
     interrupt: BaseException | None = None
     printed: str = ""
+    is_data: bool = False
 
     @classmethod
     def failed(cls, error: BaseException, printed: str = "") -> "Fate":
@@ -92,10 +96,11 @@ class Companion:
         self.tracer = Tracer(self.worker, device, shipment.prompt, shipment.prompt_token_ids)
         self.worker.owner, self.worker.finalize = engine, self.tracer.finalize
         self.interleaver = Interleaver([self.worker], lambda slot: None, slots)
-        self.raw = bool(shipment.block.names & RAW_NAMES)  # whether it may want what no tap has
-        self.names_early = bool(shipment.block.names & PREROTARY)  # whether it wants what passes before it is asked for
-        self.early = self.names_early or bool(shipment.block.names & DYNAMIC_NAMES)  # whether it may want that
-        self.worker.body = shipment.block.bind(self.tracer, device, model)
+        block = cast("Block | InterventionBlock", shipment.block)
+        self.raw = bool(block.names & RAW_NAMES)  # whether it may want what no tap has
+        self.names_early = bool(block.names & PREROTARY)  # whether it wants what passes before it is asked for
+        self.early = self.names_early or bool(block.names & DYNAMIC_NAMES)  # whether it may want that
+        self.worker.body = block.bind(self.tracer, device, model)
         self._failure: BaseException | None = None
         self.printed = StringIO() if is_apart() else None
 

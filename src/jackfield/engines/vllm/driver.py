@@ -50,11 +50,11 @@ class Driver:
         """`call(*args)` on the thread, between two steps; EngineDied once it is closed."""
         return self._later(call, *args).result()
 
-    def submit(self, sample: Sample) -> Future[Ended]:
-        """The sample joins the batch."""
-        future: Future[Ended] = Future()
-        self._later(self._add, sample, future)
-        return future
+    def submit(self, samples: Sequence[Sample]) -> "list[Future[Ended]]":
+        """The samples join the batch, all of them before its next step."""
+        futures: list[Future[Ended]] = [Future() for _ in samples]
+        self._later(self._add, list(zip(samples, futures, strict=True)))
+        return futures
 
     def abandon(self, samples: Sequence[Sample]) -> None:
         """Those of them that have not ended are aborted, and their blocks ended where they wait."""
@@ -74,7 +74,12 @@ class Driver:
         except RuntimeError:  # of an executor that is shut down
             raise EngineDied(CLOSED) from None
 
-    def _add(self, sample: Sample, future: "Future[Ended]") -> None:
+    def _add(self, joining: "Sequence[tuple[Sample, Future[Ended]]]") -> None:
+        for sample, future in joining:
+            self._add_one(sample, future)
+        self._go_on()
+
+    def _add_one(self, sample: Sample, future: "Future[Ended]") -> None:
         try:
             if self._died is not None:
                 raise _death(self._died)
@@ -85,7 +90,6 @@ class Driver:
             future.set_exception(error)
         else:
             self._waiting[sample.name] = sample, future
-            self._go_on()
 
     def _go_on(self) -> None:
         if self._waiting and not self._stepping:

@@ -21,11 +21,13 @@ from jackfield.engines.vllm.driver import CLOSED, Driver, Ended, Sample
 from jackfield.engines.vllm.foreign import foreign
 from jackfield.engines.vllm.recorder import PLAIN, PROBE
 from jackfield.engines.vllm.served import Served
-from jackfield.engines.vllm.shipping import KEY, Ends, Shipment, dumps, pack
+from jackfield.engines.vllm.shipping import KEY, Ends, Interventions, Shipment, dumps, pack
 from jackfield.engines.vllm.starting import start
 from jackfield.errors import EngineDied, InvalidRequest, RequestTooLong, TracingError
 from jackfield.interleave.reference import Shared
 from jackfield.interleave.worker import Channel, Worker
+from jackfield.interventions.block import InterventionBlock
+from jackfield.trace.capture import Block
 
 SAME_NAMES: Final = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
@@ -83,6 +85,7 @@ class VllmEngine(Served):
         self, model: Any, *, dtype: Any = None, device: Any = None, family: Any = None, **options: Any
     ) -> None:
         self._names = itertools.count()
+        self._packed: tuple[object, bytes] | None = None  # the interventions of the newest request that had some
         self._shared = SharedObjects(self._send_shared)
         self._front: Callable[[], Any] = lambda: None  # the model over this engine, which owns it
         making = functools.partial(start, model, dtype=dtype, device=device, family=family, options=options)
@@ -124,15 +127,10 @@ class VllmEngine(Served):
         """So many samples are on their way that vLLM's batch stays full while the first of them is waited for."""
         if Worker.current() is not None:
             raise TracingError("A trace cannot run inside a block: the model is busy with this one.")
-        most = 2 * self.description.limits["max_num_seqs"]
         window: deque[_Sent] = deque()
         try:
             while True:
-                while sum(len(sent.samples) for sent in window) < most:
-                    request = next(requests, None)
-                    if request is None:
-                        break
-                    window.append(self._send(request))
+                self._fill(window, requests)
                 if not window:
                     return
                 outcome = window[0].outcome()
@@ -150,12 +148,31 @@ class VllmEngine(Served):
         """One by one: vLLM makes batches of its own."""
         return ([request] for request in requests)
 
-    def _send(self, request: Request) -> _Sent:
+    def _fill(self, window: "deque[_Sent]", requests: Iterator[Request]) -> None:
+        """Sends what has room: as many requests at once as one pass of vLLM takes, so that the first pass is a full one
+        and the next requests are made ready while it runs.
+        """
+        room = 2 * self.description.limits["max_num_seqs"] - sum(len(sent.samples) for sent in window)
+        tokens, ready = 0, list[Sequence[Sample]]()
+        while room > 0 and (request := next(requests, None)) is not None:
+            ready.append(self._samples(request))
+            room -= len(ready[-1])
+            tokens += len(request.prompt_token_ids) * len(ready[-1])
+            if tokens >= self.description.limits["max_num_batched_tokens"]:
+                self._send(window, ready)
+                tokens, ready = 0, []
+        self._send(window, ready)
+
+    def _send(self, window: "deque[_Sent]", ready: Sequence[Sequence[Sample]]) -> None:
+        if ready:
+            futures = iter(self._driver.submit([sample for samples in ready for sample in samples]))
+            window.extend(_Sent(samples, [next(futures) for _ in samples]) for samples in ready)
+
+    def _samples(self, request: Request) -> list[Sample]:
         self._front = weakref.ref(request.model)
         if gone := self._shared.gone():
             self._driver.do(self._tell, "jackfield_forget", gone)
-        samples = [self._sample(request, sampling) for sampling in request.sampling.samples()]
-        return _Sent(samples, [self._driver.submit(sample) for sample in samples])
+        return [self._sample(request, sampling) for sampling in request.sampling.samples()]
 
     def _sample(self, request: Request, sampling: Sampling) -> Sample:
         """Traced prompts have a salt of their own: what a block edits enters no cache that another request reads."""
@@ -164,9 +181,18 @@ class VllmEngine(Served):
         if request.block is None:
             return Sample(name, prompt, _params(**_arguments(sampling)), traced=False)
         text = getattr(request.prompt, "text", None)
-        data = pack(Shipment(name, cast("Any", request.block), text, request.prompt_token_ids), self._ends)
+        data = pack(Shipment(name, self._block_of(request), text, request.prompt_token_ids), self._ends)
         params = _params(**_arguments(sampling), extra_args={KEY: [name, data]}, skip_reading_prefix_cache=True)
         return Sample(name, prompt | {"cache_salt": name}, params, traced=True)
+
+    def _block_of(self, request: Request) -> "Block | Interventions":
+        """What is sent for a block; interventions that many requests have are packed once."""
+        if not isinstance(request.block, InterventionBlock):
+            return cast("Block", request.block)
+        mine = request.block.interventions
+        if self._packed is None or self._packed[0] is not mine:
+            self._packed = mine, Interventions.of(request.block).payload
+        return Interventions(self._packed[1], request.block.prompt_length, request.block.max_tokens)
 
     # -- asking the workers
 
@@ -192,7 +218,8 @@ class VllmEngine(Served):
 
     def _fates(self, names: Sequence[str]) -> Sequence[Fate]:
         """What became of the blocks of samples that have ended; the workers forget them."""
-        return [self._heard(answer) for answer in self._ask("jackfield_end", list(names), self._lending)]
+        answers = self.llm.collective_rpc("jackfield_end", args=(list(names), self._lending))[0]
+        return [each if isinstance(each, Fate) else self._heard(each) for each in answers]
 
     def _described(self) -> Description:
         """Runs a short prompt, uncompiled and as it comes, of which the workers see what passes where."""

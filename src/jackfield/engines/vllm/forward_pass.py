@@ -1,6 +1,6 @@
 """One forward pass over a batch with traced requests in it: where their rows are, and who waits at each tap."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from inspect import Signature
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from torch import Tensor
 from jackfield.engines.vllm.companion import Companion, Guard
 from jackfield.engines.vllm.gathering import Halves, Tapped, gather, in_groups, write_back
 from jackfield.engines.vllm.raw import RawPassing
+from jackfield.engines.vllm.tables.buffers import TablePass
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Slot, Worker
 
@@ -48,12 +49,15 @@ class Placed:
 class ForwardPass:
     """The pass that goes on now: taps come here."""
 
-    def __init__(self, host: "Host", clock: int, placed: Sequence[Placed], total: int) -> None:
+    def __init__(
+        self, host: "Host", clock: int, placed: Sequence[Placed], total: int, tabled: TablePass | None = None
+    ) -> None:
         self.host, self.clock, self.placed = host, clock, placed
         self.total = total  # rows of the batch, padding included
         self.of: Mapping[Worker, Placed] = {each.companion.worker: each for each in placed}
         self.put_back = [each for each in placed if each.companion.kept]  # who lost their place in the caches
-        self._again = False
+        self.tabled = tabled
+        self._again = self._replayed = False
         self._numbered = host.numbered
         self.kept: dict[Site, Tensor] = {}  # queries and keys before the rotary embedding, for blocks that name them
         self._keeping = host.early if any(each.companion.early for each in placed) else frozenset[Site]()
@@ -70,6 +74,8 @@ class ForwardPass:
 
     def end(self) -> None:
         """The pass is over: what waited for something in it in vain is told so."""
+        if self.tabled is not None:
+            self.tabled.end(replayed=self._replayed)
         for each in self.placed:
             companion, last = each.companion, each.position + each.count
             if last > companion.seen:
@@ -79,11 +85,15 @@ class ForwardPass:
                 companion.seen, companion.kept = last, {}
                 companion.worker.written.clear()
 
-    def missed(self) -> bool:
+    def missed(self, tables: Set[Site]) -> bool:
         """Whether a block still waits for what a graph has passed by; one that comes too late is told so.
 
-        To be asked when a graph has been replayed: sites at which it was not cut have gone by in silence.
+        To be asked when a graph has been replayed: sites at which it was not cut have gone by in silence, and so have
+        those that are none of its `tables`.
         """
+        self._replayed = True
+        if self.tabled is not None and not self.tabled.sites <= tables:
+            return True
         return bool([each for each in self.placed if self._misses(each)])  # all are asked: some are told
 
     def _misses(self, placed: Placed) -> bool:
@@ -100,7 +110,8 @@ class ForwardPass:
 
     def begin_again(self) -> None:
         """The same pass runs a second time, with every tap alive: what blocks wrote in the first is written again."""
-        self._again = self._looks = True
+        self._again, self._replayed = True, False
+        self._looks = True
 
     def before(self, tap: "OpTap", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
         """An attention op is about to run."""
@@ -131,6 +142,8 @@ class ForwardPass:
         """A tensor, or the stream's two halves, passes the tap of this number."""
         slot = self._numbered[site]
         slot.passed = self.clock
+        if self.tabled is not None:
+            self.tabled.tap(site, x, residual)
         if slot.workers or self._looks:
             self.meet(slot, x, residual)  # most taps have nobody, and cost that look
 

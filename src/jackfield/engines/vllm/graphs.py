@@ -1,7 +1,8 @@
 """Full CUDA graphs with blocks in them: where a block waits, a graph is cut, and the block runs between its two parts.
 
 A set of graphs is kept per armed set, the sites that the requests of a step want; the set that arms nothing is vLLM's
-own. What a tap does is decided while a graph is captured: at an armed site the capture ends, and begins again behind a
+own. Interventions that are data need no cut: the kernel that reads their tables is in the graph. What a tap does is
+decided while a graph is captured: at a site that is cut the capture ends, and begins again behind a
 callback. A replay is a list of graphs and callbacks, and a callback is what the tap does in any other pass.
 
 Which sites a block will want is what it has wanted so far. Where it wants another, the pass is run again without
@@ -24,8 +25,27 @@ from jackfield.interleave.site import Port, Site
 if TYPE_CHECKING:
     from jackfield.engines.vllm.op_tap import OpTap
 
-Armed = frozenset[Site]
-NOTHING: Final[Armed] = frozenset()
+
+@dataclass(frozen=True, slots=True)
+class Armed:
+    """What graphs have in them: sites at which they are cut for blocks, and sites that look into the tables.
+
+    `version` is that of the tables' columns, which stand in the graphs.
+    """
+
+    cut: frozenset[Site] = frozenset()
+    tables: frozenset[Site] = frozenset()
+    version: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.cut or self.tables)
+
+    def serves(self, other: "Armed") -> bool:
+        """Whether steps that want `other` run as well with these: a site that looks in vain costs next to nothing."""
+        return self.cut == other.cut and self.version == other.version and self.tables >= other.tables
+
+
+NOTHING: Final = Armed()
 MOST_SETS: Final = 16
 """How many armed sets keep their graphs; the one unused for longest goes first."""
 
@@ -34,6 +54,10 @@ def armed_site(site: Site) -> Site:
     """What is armed for a site: the four ports of an attention op are one wrapper."""
     is_op = site.port in (Port.ATTEND, Port.SCORES, Port.PATTERN, Port.HEADS)
     return Site(site.path, Port.ATTEND) if is_op else site
+
+
+TableLaunch = Callable[[int, Tensor, Tensor | None], None]
+"""What a tap of this number does that looks into the tables."""
 
 
 class SegmentedGraph:
@@ -78,8 +102,8 @@ class SegmentedGraph:
 class Capture:
     """What taps tell while a graph is captured: armed sites cut it."""
 
-    def __init__(self, armed: Armed, numbered: Mapping[int, Site]) -> None:
-        self._armed, self._numbered = armed, numbered
+    def __init__(self, armed: Armed, numbered: Mapping[int, Site], launch: TableLaunch) -> None:
+        self._armed, self._numbered, self._launch = armed, numbered, launch
         self._graph: SegmentedGraph | None = None
         self._made: Callable[[], Any] = torch.cuda.CUDAGraph
 
@@ -90,7 +114,9 @@ class Capture:
 
     def tap(self, site: int, x: Tensor, residual: Tensor | None) -> None:
         """A tap of a module, by its number."""
-        if self._graph is not None and self._numbered[site] in self._armed:
+        if self._numbered[site] in self._armed.tables:
+            self._launch(site, x, residual)  # in the run before a capture as well, in which it is compiled
+        if self._graph is not None and self._numbered[site] in self._armed.cut:
             held = _weak(x), _weak(residual)
             self._graph.cut(lambda: _now().tap(site, *held))
 
@@ -103,7 +129,7 @@ class Capture:
         self._cut_at(tap, tap.behind, (q, k, v, cache, output))
 
     def _cut_at(self, tap: "OpTap", told: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
-        if self._graph is not None and Site(tap.path, Port.ATTEND) in self._armed:
+        if self._graph is not None and Site(tap.path, Port.ATTEND) in self._armed.cut:
             held = [_weak(tensor) for tensor in tensors]
             self._graph.cut(lambda: told(_now(), *held))
 
@@ -126,9 +152,10 @@ class Stats:
     """How passes ran since the engine was started, for measurements."""
 
     plain: int = 0  # without a traced request, as vLLM runs them
-    armed: int = 0  # full graphs with blocks in them
+    armed: int = 0  # full graphs with blocks or tables in them
     again: int = 0  # of these, run a second time for a site that had not been armed
     eager: int = 0  # with traced requests, without graphs
+    tabled: int = 0  # of the armed ones, those with tables in them
     captured: int = 0  # graphs captured for armed sets
 
     def count(self, *, traced: bool) -> None:
@@ -144,6 +171,7 @@ class Graphs:
 
     def __init__(self, manager: Any, sites: Mapping[int, Site], stats: Stats) -> None:
         self._manager, self._sites, self._stats = manager, sites, stats
+        self.launch: TableLaunch | None = None  # set where there are tables
         self._sets: OrderedDict[Armed, dict[Any, Any]] = OrderedDict()
         self._arguments: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         self._capture: Callable[..., Any] = manager.capture
@@ -159,17 +187,27 @@ class Graphs:
         """Whether there are full graphs at all."""
         return self._arguments is not None
 
-    def ensure(self, descriptor: Any, armed: Armed) -> None:
-        """Captures the graph of a descriptor with these sites armed, if it is not there."""
+    def ensure(self, descriptor: Any, armed: Armed) -> Armed:
+        """The smallest set that serves and has a graph of this descriptor; captures that of `armed` if none does."""
+        serving = [each for each, graphs in self._sets.items() if descriptor in graphs and each.serves(armed)]
+        armed = min(serving, key=lambda each: len(each.tables), default=armed)
         graphs = self._sets.setdefault(armed, {})
         self._sets.move_to_end(armed)
         if descriptor not in graphs:
             self._stats.captured += 1
-            with self._only(descriptor, graphs), _capturing(Capture(armed, self._sites)):
+            with self._only(descriptor, graphs), _capturing(Capture(armed, self._sites, self._launched)):
                 assert self._arguments is not None
                 self._capture(*self._arguments[0], **{**self._arguments[1], "progress_bar_desc": "Arming"})
+        stale = [each for each in self._sets if each.tables and each.version != armed.version and armed.tables]
+        for each in stale:
+            del self._sets[each]
         while len(self._sets) > MOST_SETS:
             self._sets.popitem(last=False)
+        return armed
+
+    def _launched(self, site: int, x: Tensor, residual: Tensor | None) -> None:
+        assert self.launch is not None, "a graph with tables, and no tables"
+        self.launch(site, x, residual)
 
     @contextmanager
     def taking(self, armed: Armed) -> Generator[None]:

@@ -6,6 +6,7 @@ rows follow from absolute positions alone, so that nothing here depends on how t
 
 from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,9 @@ from jackfield.engines.vllm.forward_pass import FINAL_NORM, LOGITS, ForwardPass,
 from jackfield.engines.vllm.parts import Ranks
 from jackfield.engines.vllm.recorder import PLAIN, PROBE, Recorder, rows_of
 from jackfield.engines.vllm.rows import Row
-from jackfield.engines.vllm.shipping import Ends, loads
+from jackfield.engines.vllm.shipping import Ends, Interventions, Shipment, loads
+from jackfield.engines.vllm.tables.buffers import Owned, TablePass
+from jackfield.engines.vllm.tables.tables import Tables
 from jackfield.engines.vllm.taps import NOW
 from jackfield.errors import TracingError
 from jackfield.interleave.reference import Shared
@@ -52,6 +55,7 @@ class Host:
         self.plain: Recorder | None = None
         self._ids: dict[str, str] = {}  # the client's name to vLLM's id
         self._stillborn: list[str] = []  # whose blocks could not be begun in this step
+        self.tables: Tables | None = None  # of requests whose interventions need no Python
         self.early: Set[Site] = frozenset()  # what is kept until the attention op is there, for blocks that name it
 
     def slot(self, site: Site) -> Slot:
@@ -79,12 +83,15 @@ class Host:
 
     def begin(self, request_id: str, name: str, data: bytes) -> None:
         """A traced request has arrived, which the client calls `name`: its block runs up to what it first waits for."""
-        if request_id in self.companions:
+        if request_id in self.companions or (self.tables is not None and request_id in self.tables.requests):
             return  # vLLM's second runner tells of a request again when it comes back from preemption
         if data in (PLAIN, PROBE):
             self.plain, self.recorder = self.recorder, Recorder(request_id, uncompiled=data == PLAIN)
             return
-        companion = self._made(name, data)
+        companion = self._made(request_id, name, data)
+        if companion is None:
+            self._ids[name] = request_id
+            return
         if isinstance(companion, BaseException):
             self._keep_fate(name, Fate.failed(companion))
             self._stillborn.append(request_id)
@@ -93,14 +100,19 @@ class Host:
         with companion.guarded():
             companion.interleaver.start()
 
-    def _made(self, name: str, data: bytes) -> Companion | BaseException:
-        """A block's companion on every rank, or why there is none on any."""
+    def _made(self, request_id: str, name: str, data: bytes) -> Companion | BaseException | None:
+        """A block's companion on every rank, or why there is none on any; None where the tables have taken it."""
         made: Companion | BaseException
         alike = None
         if self._ranks.size > 1:
             alike = Alike(self._ranks, Randomness(f"{self._seed} {name}", self.server.facts.device))
         try:
-            made = Companion(loads(data, self.ends), self.server, self.model, self.slots, alike)
+            shipment: Shipment = loads(data, self.ends)
+            if isinstance(shipment.block, Interventions):
+                if self.tables is not None and self.tables.take(request_id, name, shipment.block):
+                    return None
+                shipment = replace(shipment, block=shipment.block.block)
+            made = Companion(shipment, self.server, self.model, self.slots, alike)
         except BaseException as error:  # of the user's own code, which runs when it is unpickled and bound
             made = error
         if alike is None or self._ranks.agree(type(made).__name__) or not isinstance(made, Companion):
@@ -133,12 +145,19 @@ class Host:
         if companion is not None:
             del self._ids[companion.name]
             self._keep_fate(companion.name, companion.finish())
+        elif self.tables is not None and request_id in self.tables.requests:
+            name = self.tables.requests[request_id].name
+            del self._ids[name]
+            self._keep_fate(name, self.tables.end(request_id))
 
     def drop(self, name: str) -> None:
         """Nobody waits for this request any more: its block ends where it waits."""
-        companion = self.companions.pop(self._ids.pop(name, ""), None)
+        request_id = self._ids.pop(name, "")
+        companion = self.companions.pop(request_id, None)
         if companion is not None:
             companion.close()
+        if self.tables is not None:
+            self.tables.drop(request_id)
         self.fates.pop(name, None)
 
     def _keep_fate(self, name: str, fate: Fate) -> None:
@@ -151,6 +170,7 @@ class Host:
         """What is alive here, for tests of what is left over."""
         waiting = sum(len(slot.workers) for slot in self.slots.values())
         alive = {"companions": self.companions, "fates": self.fates, "ids": self._ids, "shared": self.shared}
+        alive |= {"tabled": {} if self.tables is None else self.tables.requests}
         return {"waiting": waiting, **{what: len(those) for what, those in alive.items()}}
 
     def keep(self, site: Site, x: Tensor, residual: Tensor | None) -> None:
@@ -166,7 +186,9 @@ class Host:
         self.clock += 1
         probed = rows_of(self.recorder, rows)
         placed = of_placed(self.companions, rows)
-        self.now = ForwardPass(self, self.clock, placed, total) if placed or probed is not None else None
+        tabled = None if self.tables is None else _tabled(self.tables, rows, total)
+        watched = placed or probed is not None or tabled is not None
+        self.now = ForwardPass(self, self.clock, placed, total, tabled) if watched else None
         if self.recorder is not None:
             self.recorder.rows = probed
         if self.now is None:
@@ -212,3 +234,15 @@ def of_placed(requests: Mapping[str, Companion], rows: Sequence[Row]) -> list[Pl
         for index, (request_id, first, count, position) in enumerate(rows)
         if request_id in requests and count
     ]
+
+
+def _tabled(tables: Tables, rows: Sequence[Row], total: int) -> TablePass | None:
+    """The rows of requests that are in the tables; None where there are none."""
+    if not tables.requests:
+        return None
+    owned = [
+        Owned(tables.requests[request_id], first, count, position)
+        for request_id, first, count, position in rows
+        if request_id in tables.requests and count
+    ]
+    return TablePass(tables, owned, total) if owned else None

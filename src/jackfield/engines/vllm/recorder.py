@@ -25,11 +25,13 @@ class Recorder:
         self.request_id, self.uncompiled = request_id, uncompiled
         self.rows: slice | None = None  # in the pass that goes on
         self.seen: list[Seen] = []
+        self.forms: dict[Site, tuple[int, torch.dtype]] = {}  # how wide a row is, and of which dtype
         self.done = False
 
     def keep(self, site: Site, x: Tensor, residual: Tensor | None) -> None:
         """A copy of the probe's rows of what passes."""
         if self.rows is not None:
+            self.forms[site] = x[0].numel(), x.dtype
             self.seen.append(Seen(site, self._own(x), None if residual is None else self._own(residual)))
 
     def _own(self, tensor: Tensor) -> Tensor:

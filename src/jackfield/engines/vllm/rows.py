@@ -12,13 +12,30 @@ from typing import Any, Final, cast
 from torch import Tensor
 
 from jackfield.engines.vllm.foreign import foreign
-from jackfield.engines.vllm.graphs import Graphs, Stats
+from jackfield.engines.vllm.graphs import NOTHING, Armed, Graphs, Stats, TableLaunch
 from jackfield.interleave.site import Site
 
 Watch = Callable[[Callable[[], Any], Callable[[], Any], int], Any]
 """Runs a replay as a watched pass over so many rows; the second runs the same pass again, with every tap alive."""
 Row = tuple[str, int, int, int]
 """A request's id, its first row, how many, and the absolute position of the first."""
+
+
+Answer = Callable[..., Any]
+"""What stands for a function: it is called with it, and with what it was called with."""
+
+
+class Answering:
+    """A function of a module that all engines of a process call, each of which answers calls about its own."""
+
+    def __init__(self, function: Callable[..., Any], place: int) -> None:
+        self.function, self.own, self._place = function, list[tuple[Callable[[], Any], Answer]](), place
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for key, answer in self.own:
+            if args[self._place] is key():
+                return answer(self.function, *args, **kwargs)
+        return self.function(*args, **kwargs)
 
 
 class Runner(ABC):
@@ -32,7 +49,8 @@ class Runner(ABC):
         self._runner = runner
         self._groups: Mapping[str, int] | None = None
         self.traced = self.eager = self.uncompiled = False
-        self.armed: frozenset[Site] = frozenset()
+        self.armed = self.taken = NOTHING  # what the next pass wants, and what its graph has
+        self.launch: TableLaunch | None = None
         self.stats = Stats()
         self._undone: list[Callable[[], None]] = []
 
@@ -73,17 +91,26 @@ class Runner(ABC):
 
     def _context_of(self, module: Any) -> None:
         """Has `uncompiled` passes say so in their forward context: both runners take it from their module's name."""
-        made = module.set_forward_context
 
-        def set_forward_context(*args: Any, **kwargs: Any) -> Any:
+        def answer(made: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return made(*args, **(kwargs | {"skip_compiled": True} if self.uncompiled else kwargs))
 
-        self._put(module, "set_forward_context", set_forward_context)
+        self._answer(module, "set_forward_context", 1, lambda: self._runner.vllm_config, answer)
 
-    def _put(self, module: Any, name: str, function: Callable[..., Any]) -> None:
-        before = getattr(module, name)
-        setattr(module, name, function)
-        self._undone.append(lambda: setattr(module, name, before))
+    def _answer(self, module: Any, name: str, place: int, key: Callable[[], Any], answer: Answer) -> None:
+        """Has `answer` stand for a module's function in calls whose argument at `place` is what `key` gives."""
+        now = getattr(module, name)
+        shared = now if isinstance(now, Answering) else Answering(now, place)
+        setattr(module, name, shared)
+        entry = key, answer
+        shared.own.append(entry)
+
+        def undo() -> None:
+            shared.own.remove(entry)
+            if not shared.own:
+                setattr(module, name, shared.function)
+
+        self._undone.append(undo)
 
 
 class FirstRunner(Runner):
@@ -146,7 +173,6 @@ class SecondRunner(Runner):
         self._slot_mappings: Sequence[Tensor] = ()
         self._context_of(model_runner)
         prepare_inputs, prepare_attention = runner.prepare_inputs, runner.prepare_attn
-        dispatch: Callable[..., Any] = model_runner.dispatch_cg_and_sync_dp
 
         def prepared_inputs(*args: Any, **kwargs: Any) -> Any:
             self._batch = prepare_inputs(*args, **kwargs)
@@ -157,7 +183,7 @@ class SecondRunner(Runner):
             self._tables, self._slot_mappings = prepared
             return prepared
 
-        def dispatched(*args: Any, **kwargs: Any) -> Any:
+        def dispatched(dispatch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             chosen = dispatch(*args, **(kwargs | {"need_eager": True} if self._graphless() else kwargs))
             return self._armed(chosen) or dispatch(*args, **(kwargs | {"need_eager": True}))
 
@@ -172,23 +198,24 @@ class SecondRunner(Runner):
             runner.model_state.prepare_attn = prepared_metadata
         runner.prepare_inputs, runner.prepare_attn = prepared_inputs, prepared_attention
         # The one name through which every pass of this module chooses its graph (vLLM 0.25 to 0.33).
-        self._put(model_runner, "dispatch_cg_and_sync_dp", dispatched)
+        self._answer(model_runner, "dispatch_cg_and_sync_dp", 0, lambda: runner.cudagraph_manager, dispatched)
 
     def settle_graphs(self, watch: Watch) -> None:
         manager = self._runner.cudagraph_manager
         self._graphs = Graphs(manager, self._sites, self.stats)
+        self._graphs.launch = self.launch
         replay = manager.run_fullgraph
 
         def run_fullgraph(descriptor: Any) -> Any:
             def armed() -> Any:
-                with self._graphs_of(self.armed):
+                with self._graphs_of(self.taken):
                     return replay(descriptor)
 
             return watch(armed, self._again, descriptor.num_tokens) if self.traced else replay(descriptor)
 
         manager.run_fullgraph = run_fullgraph
 
-    def _graphs_of(self, armed: frozenset[Site]) -> AbstractContextManager[None]:
+    def _graphs_of(self, armed: Armed) -> AbstractContextManager[None]:
         return self._graphs.taking(armed) if armed and self._graphs is not None else nullcontext()
 
     def _graphless(self) -> bool:
@@ -205,9 +232,9 @@ class SecondRunner(Runner):
         if descriptor.cg_mode != modes.FULL:
             return None  # the pieces of a piecewise graph are captured without their taps
         assert self._graphs is not None
-        if self.armed:
-            self._graphs.ensure(descriptor, self.armed)
+        self.taken = self._graphs.ensure(descriptor, self.armed) if self.armed else NOTHING
         self.stats.armed += 1
+        self.stats.tabled += bool(self.taken.tables)
         return chosen
 
     def _again(self) -> Any:

@@ -5,6 +5,7 @@ Parts of a model go as what they are called; on the other side they are parts of
 class, their attributes, what they came of, and the lines that they passed.
 """
 
+import copyreg
 import io
 import marshal
 import pickle
@@ -25,6 +26,8 @@ from torch import Tensor
 from jackfield.engines.engine import Engine
 from jackfield.errors import TracingError
 from jackfield.interleave.reference import Shared
+from jackfield.interventions.block import InterventionBlock
+from jackfield.interventions.kinds import Intervention
 from jackfield.trace.capture import Block
 from jackfield.values.layer import Layers
 from jackfield.values.part import Part
@@ -34,11 +37,37 @@ KEY: Final = "jackfield"
 
 
 @dataclass(frozen=True, slots=True)
+class Interventions:
+    """The interventions beside a request. `payload` is one for all requests that have the same."""
+
+    payload: bytes
+    prompt_length: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, block: InterventionBlock) -> "Interventions":
+        """A block that is data."""
+        payload = dumps_data((block.interventions, block.num_layers, dict(block.shapes)))
+        return cls(payload, block.prompt_length, block.max_tokens)
+
+    @property
+    def block(self) -> InterventionBlock:
+        """The block again."""
+        return InterventionBlock(*unpacked(self.payload), self.prompt_length, self.max_tokens)
+
+
+def unpacked(payload: bytes) -> tuple[tuple[Intervention, ...], int, dict[str, tuple[int, ...]]]:
+    """The interventions of a payload, how many layers their model has, and the shapes of the rows that they keep."""
+    with torch.inference_mode(False):
+        return pickle.loads(payload)
+
+
+@dataclass(frozen=True, slots=True)
 class Shipment:
     """What the workers need of one sample of one request."""
 
     name: str  # the client's own; vLLM renames requests
-    block: Block
+    block: Block | InterventionBlock | Interventions
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
 
@@ -72,8 +101,10 @@ def shipped(params: Any) -> tuple[str, bytes] | None:
 
 def pack(shipment: Shipment, ends: Ends) -> bytes:
     """A shipment as bytes. TracingError names what cannot be sent."""
+    if isinstance(shipment.block, Interventions):
+        return dumps_data(shipment)
     try:
-        with _by_value(shipment.block.module):
+        with _by_value(shipment.block.module):  # of a block that is code
             return dumps(shipment, ends)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TracingError(
@@ -86,6 +117,15 @@ def dumps(value: Any, ends: Ends, apart: Callable[[pickle.PickleBuffer], Any] | 
     """Any object as bytes. The memory of tensors is handed to `apart`, where it is given."""
     buffer = io.BytesIO()
     _Packer(buffer, ends, apart).dump(value)
+    return buffer.getvalue()
+
+
+def dumps_data(value: Any, apart: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
+    """An object of plain data and tensors as bytes, which `loads` takes as well: no code, and nothing of a model's."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=5, buffer_callback=apart)
+    pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _of_tensor}
+    pickler.dump(value)
     return buffer.getvalue()
 
 
@@ -120,9 +160,7 @@ class _Packer(cloudpickle.Pickler):
         if isinstance(obj, BaseException):
             return _error, _of_error(obj)
         if type(obj) is Tensor and _is_plain(obj):
-            # Copied to the CPU: where it is sent there may be no such device.
-            memory: Any = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return _tensor, (pickle.PickleBuffer(memory), obj.dtype, obj.shape, obj.requires_grad)
+            return _of_tensor(obj)
         return cast("Any", super().reducer_override(obj))
 
 
@@ -142,8 +180,20 @@ def _is_plain(tensor: Tensor) -> bool:
     return dense and tensor.numel() > 0 and not vars(tensor)
 
 
+def _of_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    """How a tensor is made again. It is copied to the CPU: where it is sent there may be no such device."""
+    if not tensor.numel():
+        return _empty, (tensor.dtype, tensor.shape)
+    memory: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _tensor, (pickle.PickleBuffer(memory), tensor.dtype, tensor.shape, tensor.requires_grad)
+
+
 def _tensor(memory: Any, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape).requires_grad_(requires_grad)
+
+
+def _empty(dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 def _of_error(error: BaseException) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from jackfield.engines.engine import Engine
 from jackfield.engines.vllm.answers import PROOF, Lender, unsendable
 from jackfield.engines.vllm.companion import Fate
 from jackfield.engines.vllm.foreign import foreign, inherited
-from jackfield.engines.vllm.interrupts import follow_client
+from jackfield.engines.vllm.interrupts import follow_client, is_apart
 from jackfield.engines.vllm.salt import salted
 from jackfield.engines.vllm.shipping import KEY, loads
 from jackfield.engines.vllm.versions import check_version
@@ -78,10 +78,12 @@ class Worker(_Base):
         """An anonymous file of this process, for the client to find out whether it can see it."""
         return b"" if self.jackfield.ranks.rank > 0 else self._answer(self._lender.lend([memoryview(PROOF)]))
 
-    def jackfield_end(self, names: list[str], lending: bool) -> bytes:
-        """The Fates of requests that have ended, each as an answer of its own."""
-        host = self.jackfield.host
-        return self._answer([self._sent(host.end(name), lending=lending) for name in names])
+    def jackfield_end(self, names: list[str], lending: bool) -> "list[bytes | Fate]":
+        """The Fates of requests that have ended: each as an answer of its own, or, in the client's own process, as it
+        is where it holds data alone.
+        """
+        ended = [self.jackfield.host.end(name) for name in names]
+        return [each if each.is_data and not is_apart() else self._sent(each, lending=lending) for each in ended]
 
     def jackfield_drop(self, names: list[str]) -> None:
         """Nobody waits for these requests any more."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
+import torch
 from torch import Tensor, nn
 
 from jackfield.engines.engine import Engine, Outcome, Request
@@ -13,6 +14,7 @@ from jackfield.engines.vllm.describing import Describer
 from jackfield.engines.vllm.description import Description
 from jackfield.engines.vllm.foreign import foreign
 from jackfield.engines.vllm.forward_pass import ForwardPass
+from jackfield.engines.vllm.graphs import Armed
 from jackfield.engines.vllm.host import Host
 from jackfield.engines.vllm.op_tap import OpTap
 from jackfield.engines.vllm.parts import Ranks
@@ -22,6 +24,9 @@ from jackfield.engines.vllm.rows import runner_of
 from jackfield.engines.vllm.served import Served
 from jackfield.engines.vllm.shipping import shipped
 from jackfield.engines.vllm.structure import is_listened_to, put_taps, read_structure
+from jackfield.engines.vllm.tables.buffers import Buffers, none_of
+from jackfield.engines.vllm.tables.program import Places
+from jackfield.engines.vllm.tables.tables import Tables
 from jackfield.engines.vllm.taps import NOW, named
 from jackfield.engines.vllm.untraceable import untraceable
 from jackfield.errors import TracingError, Unavailable
@@ -51,6 +56,9 @@ class WorkerEngine(Served):
         self.host = Host(put_taps(self.loaded, self.structure).all, self.ranks, vllm_config.model_config.seed)
         self.rows = runner_of(runner, {number: slot.site for number, slot in enumerate(self.host.numbered)})
         self.compute_logits: Callable[..., Any] = cast("Any", self.loaded).compute_logits
+        if self.ranks.size == 1:
+            self.host.tables = Tables([slot.site for slot in self.host.numbered], torch.device(runner.device))
+            self.rows.launch = self._launch
         self._real = False  # whether the pass that goes on is one of the scheduler's, and not a warm-up or a capture
         self._gates = Gates(self.loaded, self.host)
         self._raw: dict[tuple[str, str], RawChannel] = {}
@@ -83,14 +91,20 @@ class WorkerEngine(Served):
                 self.host.begin(new.req_id, *sent)
         watched = self.host.watching_for(scheduler_output.num_scheduled_tokens)
         rows = self.rows
-        rows.traced = bool(watched) or self.host.recorder is not None
+        tables, scheduled = self.host.tables, scheduler_output.num_scheduled_tokens
+        tabled = frozenset[Site]() if tables is None else tables.wanted(scheduled)
+        keeps_seen = tables is not None and tables.has(scheduled)
+        rows.traced = bool(watched) or self.host.recorder is not None or bool(tabled) or keeps_seen
         probed = self.host.recorder
         rows.uncompiled = any(companion.raw for companion in watched) or (probed is not None and probed.uncompiled)
         rows.eager = rows.uncompiled or not all(companion.seen >= companion.prompt_length for companion in watched)
         rows.eager |= self.host.recorder is not None or any(companion.names_early for companion in watched)
         rows.eager |= any(companion.kept for companion in watched)  # a graph would not put them back
         rows.eager |= self.ranks.size > 1  # graphs that are cut were not shown to be right on several ranks
-        rows.armed = self.host.armed_for(scheduler_output.num_scheduled_tokens)
+        version = 0 if tables is None else tables.columns.version
+        rows.armed = Armed(self.host.armed_for(scheduled), tabled, version if tabled else 0)
+        if tables is not None and tables.buffers is not None and tabled:
+            tables.buffers.settle(self._most_rows)
         self._real = scheduler_output.total_num_scheduled_tokens > 0
 
     def settle(self) -> Mapping[str, str]:
@@ -127,13 +141,31 @@ class WorkerEngine(Served):
     def _watch(self, replay: Callable[[], Any], again: Callable[[], Any], total: int) -> Any:
         """A replay as a watched pass; run again where a block waits for what the graph was not cut at."""
         with self.host.watching(self.rows.rows(), total):
-            hidden = replay()
             now = self.host.now
-            if now is not None and now.missed():
+            if self.rows.taken.tables:
+                tabled = None if now is None else now.tabled
+                self._buffers.say(none_of(total) if tabled is None else tabled.slots)
+            hidden = replay()
+            if now is not None and now.missed(self.rows.taken.tables):
                 now.begin_again()
                 hidden = again()
             self.host.final_norm(hidden)
         return hidden
+
+    def _launch(self, site: int, x: Tensor, residual: Tensor | None) -> None:
+        """What a site of the tables does in a graph."""
+        self._buffers.launch_static(site, x, residual)
+
+    @property
+    def _buffers(self) -> Buffers:
+        assert self.host.tables is not None
+        assert self.host.tables.buffers is not None
+        return self.host.tables.buffers
+
+    @property
+    def _most_rows(self) -> int:
+        """Of the largest CUDA graph."""
+        return self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
 
     def _wrap_runner(self) -> None:
         forward, compute_logits = self.loaded.forward, self.compute_logits
@@ -175,6 +207,11 @@ class WorkerEngine(Served):
         self.host.recorder = self.host.plain = None
         self.description = replace(describer.description(), untraceable=self._untraceable())
         self.channels, self.host.early = describer.channels(), describer.early()
+        if self.host.tables is not None:
+            widths = {site: width for site, (width, dtype) in recorder.forms.items() if dtype == describer.dtype}
+            taps = set(self.host.tables.sites)
+            known = {site: width for site, width in widths.items() if site in taps}
+            self.host.tables.known = Places(self.channels, known, describer.dtype)
         settings = self.runner.model_config
         self.facts, self.config = self.description.facts, settings.hf_config
         self.tokenizer = (
