@@ -6,6 +6,7 @@ contents of the buffers change. `double.py` says the same in torch, and a test h
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownParameterType=false
 # pyright: reportMissingParameterType=false, reportUntypedFunctionDecorator=false, reportUnknownArgumentType=false
+# pyright: reportMissingImports=false, reportIndexIssue=false
 # ruff: noqa: N803 - Triton's own language: arguments have no types, and constants are in capitals
 
 from typing import Any, Final
@@ -145,8 +146,8 @@ def run(
     """
     width = x.shape[1]
     block = triton.next_power_of_2(width)
-    launch: Any = _run[(x.shape[0],)]
-    launch(
+    kernel: Any = _run
+    kernel[(x.shape[0],)](
         x,
         x if residual is None else residual,
         slots,

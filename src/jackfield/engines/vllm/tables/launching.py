@@ -1,7 +1,7 @@
 """How a site's operations are run: by the kernel, or by its double in torch."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -38,9 +38,10 @@ def by_torch(site_of: Callable[[int], Site], recipe_of: Callable[[int], Recipe],
     def launch(
         site: int, x: Tensor, residual: Tensor | None, slots: Tensor, kept: dict[torch.dtype, Tensor], stash: Tensor
     ) -> None:
-        for number in sorted(set(slots.tolist()) - {-1}):
+        numbers: set[int] = set(cast("list[int]", slots.tolist()))
+        for number in sorted(numbers - {-1}):
             ops = recipe_of(number).by_site.get(site_of(site), ())
-            which = (slots == number).nonzero()[:, 0]
+            which = torch.nonzero(slots == number)[:, 0]
 
             def keep(op: Op, rows: Tensor, which: Tensor = which) -> None:
                 first, buffer = columns.of(op), kept[rows.dtype]

@@ -34,6 +34,9 @@ from jackfield.interventions.positions import Positions
 MOST_OPS: Final = 4096
 """Of one request: with more, every step of every row would be long."""
 
+MOST_DIRECTIONS: Final = 64
+"""Of one operation: a row has one program for all of them, where more are a matrix product of all rows."""
+
 
 class Kind(IntEnum):
     """What an operation does to its columns of the row."""
@@ -118,7 +121,7 @@ class Keeper:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Program:
-    """What interventions come down to, whatever the prompt: operations in the order of the pass, each with its positions.
+    """What interventions come down to, whatever the prompt: operations in the order of the pass, and their positions.
 
     Requests with the same interventions share one.
     """
@@ -185,7 +188,11 @@ def _visits(
 ) -> Iterator[_Visit]:
     if not isinstance(each, Steer | Project | Scale | Replace | Skip | Capture | Probe):
         raise Untold
+    if isinstance(each, Probe) and each.top_k is not None:
+        raise Untold
     positions, act = cast("Positions", each.positions), _act(each)
+    if act.numbers is not None and len(act.numbers.vectors) > MOST_DIRECTIONS:
+        raise Untold
     for place in places(each, num_layers):
         if place.value.token_axis is None:
             raise Untold
@@ -268,6 +275,5 @@ def _keeping(
         replace(act, site=channel.site, summed=channel.summed, start=start, width=size, kept=kept, column=index * width)
         for index, (start, size) in enumerate(columns)
     ]
-    reduce = each.reduce if isinstance(each, Capture) else None
     positions = cast("Positions", each.positions)
-    return _Visit((place.rank, 0, number), positions, ops, Keeper(kept, place, tuple(shape), reduce, positions))
+    return _Visit((place.rank, 0, number), positions, ops, Keeper(kept, place, tuple(shape), each.reduce, positions))
