@@ -22,7 +22,7 @@ def cases(spoiled: str = "") -> list[dict[str, Any]]:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed: it comes with vLLM")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "tests.engines.vllm.tables.kernel_against_double", "cpu", "3", spoiled]
+    command = [sys.executable, "-m", "tests.engines.vllm.tables.kernel_against_double", "cpu", "7", spoiled]
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     return [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]

@@ -117,7 +117,8 @@ def _run(
         elif kind == RESTORE:
             made = tl.load(stash + row * stash_stride + column, mask=inside, other=0.0).to(tl.float32)
         made = tl.where(inside, made.to(dtype).to(tl.float32), total)
-        if tl.sum((made != total).to(tl.int32), 0) > 0:
+        is_edit = (kind <= REPLACE) | (kind == RESTORE)  # what is not a number differs from itself
+        if is_edit & (tl.sum((made != total).to(tl.int32), 0) > 0):
             edited = 1
             own = made  # of a row that is no sum, the rest of it is as it was
             if summed == 1:
