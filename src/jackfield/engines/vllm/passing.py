@@ -71,6 +71,9 @@ class StreamChannel(RowsChannel):
         self._write(passing, WHOLE, value)
 
     def write_together(self, edited: Sequence[Halves]) -> None:
+        if len(edited) == 1 and edited[0].edit is not None:
+            self.write_alone(edited[0], edited[0].edit[1])
+            return
         cut = edited[0].tapped.cut(edited)
         residual = None if cut.residual is None else torch.cat(cut.residual, 1)
         after = torch.cat([each.edit[1] for each in edited if each.edit is not None], 1)
