@@ -140,10 +140,14 @@ class ForwardPass:
 
     def tap(self, site: int, x: Tensor, residual: Tensor | None) -> None:
         """A tensor, or the stream's two halves, passes the tap of this number."""
-        slot = self._numbered[site]
-        slot.passed = self.clock
         if self.tabled is not None:
             self.tabled.tap(site, x, residual)
+        self.at_cut(site, x, residual)
+
+    def at_cut(self, site: int, x: Tensor, residual: Tensor | None) -> None:
+        """The same, for blocks alone: where a graph is cut, what its tables say has been done in it."""
+        slot = self._numbered[site]
+        slot.passed = self.clock
         if slot.workers or self._looks:
             self.meet(slot, x, residual)  # most taps have nobody, and cost that look
 

@@ -118,7 +118,7 @@ class Capture:
             self._launch(site, x, residual)  # in the run before a capture as well, in which it is compiled
         if self._graph is not None and self._numbered[site] in self._armed.cut:
             held = _weak(x), _weak(residual)
-            self._graph.cut(lambda: _now().tap(site, *held))
+            self._graph.cut(lambda: _now().at_cut(site, *held))
 
     def before(self, tap: "OpTap", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
         """An attention op is about to run."""

@@ -1,0 +1,75 @@
+"""What a capture makes of taps, with graphs that only say what was done: real ones need a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jackfield.engines.vllm import graphs
+from jackfield.engines.vllm.graphs import Armed, Capture
+from jackfield.engines.vllm.taps import NOW
+from jackfield.interleave.site import Port, Site
+
+SITES = {number: Site(f"layers.{number}", Port.OUTPUT) for number in range(3)}
+X = torch.zeros(2, 4)
+
+
+class Pass:
+    """What a replay tells of."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def tap(self, site: int, x: Tensor, residual: Tensor | None) -> None:
+        self.told.append(("everything", site))
+
+    def at_cut(self, site: int, x: Tensor, residual: Tensor | None) -> None:
+        self.told.append(("blocks", site))
+
+
+class Graph:
+    """A part of a graph."""
+
+    def capture_begin(self) -> None: ...
+    def capture_end(self) -> None: ...
+    def replay(self) -> None: ...
+
+
+def captured(armed: Armed, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[tuple[str, int]]]:
+    """Which taps launched while a graph over all sites was captured, and what its replay tells a pass."""
+    launched: list[int] = []
+    monkeypatch.setattr(graphs, "_weak", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    capture: Any = Capture(armed, SITES, lambda site, x, residual: launched.append(site))
+    graph = capture.graph()
+    graph.capture_begin()
+    for site in SITES:
+        capture.tap(site, X, None)
+    graph.capture_end()
+    seen = Pass()
+    token = NOW.set(seen)  # type: ignore[arg-type]
+    try:
+        graph.replay()
+    finally:
+        NOW.reset(token)
+    return launched, seen.told
+
+
+def test_a_site_that_is_cut_and_in_the_tables_does_what_the_tables_say_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the graph, and not again where it is cut for a block."""
+    armed = Armed(frozenset([SITES[0], SITES[1]]), frozenset([SITES[1], SITES[2]]))
+    assert captured(armed, monkeypatch) == ([1, 2], [("blocks", 0), ("blocks", 1)])
+
+
+def test_a_set_that_arms_nothing_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert captured(Armed(), monkeypatch) == ([], [])
+    assert not Armed()
+
+
+def test_more_tables_serve_and_other_cuts_or_columns_do_not() -> None:
+    some, more = frozenset([SITES[0]]), frozenset([SITES[0], SITES[1]])
+    assert Armed(some, more, 1).serves(Armed(some, some, 1))
+    assert not Armed(some, some, 1).serves(Armed(some, more, 1))
+    assert not Armed(more, some, 1).serves(Armed(some, some, 1))
+    assert not Armed(some, some, 2).serves(Armed(some, some, 1))
