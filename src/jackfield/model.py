@@ -218,7 +218,8 @@ class Model(RootValues, ValuePart):
     @property
     def layers(self) -> Layers:
         """The decoder blocks."""
-        return Layers(self._engine, self.num_layers)
+        engine = self._engine
+        return Layers(engine, engine.facts.num_layers)
 
     @property
     def num_layers(self) -> int:

@@ -123,7 +123,8 @@ class Interleaver:
         self._attach(worker)
 
     def _attach(self, worker: Worker) -> None:
+        slot = worker.slot  # None once it is done
+        if slot is not None and worker.waiting_step == self.step:
+            slot.workers.append(worker)
         if worker.interrupt is not None:
             raise worker.interrupt_taken()
-        if not worker.done and worker.slot is not None and worker.waiting_step == self.step:
-            worker.slot.workers.append(worker)

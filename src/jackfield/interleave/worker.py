@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from jackfield.errors import EditMismatch, NotReached, OutOfOrder
-from jackfield.interleave.held import MANY, Held
+from jackfield.interleave.held import MANY, Held, HeldNest
 from jackfield.interleave.modes import BlockModes, is_autocast_on, without_autocast
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
 
 if TYPE_CHECKING:
     from jackfield.interleave.interleaver import Interleaver
+
+
+AnyHeld = Held | HeldNest
 
 
 class Slot:
@@ -56,6 +59,7 @@ class Channel(ABC):
     site: Site
     writable: bool
     memory: str  # what it is cut from: an edit of one channel outdates copies of others with the same memory
+    together: bool = False  # whether its engine can read and write it for many requests at once
 
     @abstractmethod
     def read(self, passing: Any, worker: "Worker", selection: Selection) -> Any:
@@ -109,6 +113,7 @@ class Worker:
         self.step = 0  # the step whose values the block reads
         self.slot: Slot | None = None
         self.wanted = ""
+        self.awaited: Channel | None = None  # the channel whose whole value it waits for at its slot
         self.waiting_step = -1
         self.passing: Any = None
         self.done = False
@@ -117,8 +122,8 @@ class Worker:
         self.interrupt: BaseException | None = None
         self.returned: Any = None
         self.finalize: Callable[[], None] = lambda: None
-        self._held: list[Held] = []
-        self._past: list[Held] = []  # what the block has moved past
+        self._held: list[AnyHeld] = []
+        self._past: list[AnyHeld] = []  # what the block has moved past
         self._many = MANY  # of them, after which those that nobody has any more are forgotten
         self._modes = BlockModes()
         self._engine: greenlet.greenlet | None = None
@@ -197,16 +202,16 @@ class Worker:
 
     def read(self, channel: Channel, selection: Selection = WHOLE) -> Any:
         """The value of `channel` in the block's step: waits for it, and hands out a private copy."""
-        self.reach(channel)
+        self.reach(channel, selection)
         if self._held:
             held = self._holding(channel, selection)
             if held is not None:
                 return held.value
             self._settle()
         value = self._copy(channel, selection)
-        held = Held(channel, selection, value, self.step)
+        held = (Held if isinstance(value, Tensor) else HeldNest)(channel, selection, value, self.step)
         self._held.append(held)
-        if torch.is_grad_enabled() and channel.writable and any(leaf.requires_grad for leaf, *_ in held.leaves):
+        if torch.is_grad_enabled() and channel.writable and held.requires_grad:
             self._put(channel, selection, value)  # the model goes on from the copy, so what follows depends on it
         return value
 
@@ -214,39 +219,49 @@ class Worker:
         """Puts `value` in the place of what passes at `channel`."""
         if not channel.writable:
             raise EditMismatch(f"{channel.name} can be read only.")
-        self.reach(channel)
+        self.reach(channel, selection)
         held = self._holding(channel, selection)
         if held is not None and held.value is value:
             return  # `x.value += y`: the edit was made in place, and is seen when the block moves on
         self._settle()
         channel.check(held.value if held is not None else self._copy(channel, selection), value)
-        self._put(channel, selection, value)
+        self._put(channel, selection, self._given(value))
         self._forget(channel.memory)
 
-    def reach(self, channel: Channel) -> None:
-        """Waits until `channel`'s site passes in the block's step."""
-        slot = self.interleaver.slot(channel.site)
-        if self.passing is not None and slot is self.slot and self.waiting_step == self.step:
-            return
-        self.move_on()
-        now = self.interleaver.step
-        if self.step < now or (self.step == now and slot.passed == self.interleaver.clock):
+    def _given(self, value: Any) -> Any:
+        """What the block assigned, to be written: it may change it as soon as it runs on."""
+        return value
+
+    def reach(self, channel: Channel, selection: Selection = WHOLE) -> None:
+        """Waits until `channel`'s site passes in the block's step; `selection` is what is wanted of it."""
+        interleaver = self.interleaver
+        slot = interleaver.slot(channel.site)
+        if self.passing is not None:
+            if slot is self.slot and self.waiting_step == self.step:
+                return
+            self.move_on()
+        now = interleaver.step
+        if self.step < now or (self.step == now and slot.passed == interleaver.clock):
             raise OutOfOrder(self._too_late(channel.name))
         if not slot.open:
-            self.interleaver.open(slot)
+            interleaver.open(slot)
+        self.awaited = channel if selection is WHOLE else None
         self.passing = self._wait(slot, channel.name)
 
     def reach_step(self, step: int) -> bool:
         """Waits until `step` begins; False when the request ends before."""
         self.move_on()
         self._check_past()
-        self._forget_past()
-        if step < self.interleaver.step:
-            raise OutOfOrder(f"Step {step} was asked for in step {self.interleaver.step}: steps come in order, once.")
-        if step == self.interleaver.step:
+        now = self.interleaver.step
+        if step < now:
+            raise OutOfOrder(f"Step {step} was asked for in step {now}: steps come in order, once.")
+        if step == now:
+            self._forget_past()
             return True
         self.step = step
-        return bool(self._wait(None, f"step {step}"))
+        is_there = bool(self._wait(None, f"step {step}"))
+        self._forget_past()  # not before: while its step goes on, an engine may have copies too
+        return is_there
 
     def await_step(self) -> None:
         """Waits until the block's step has begun, without leaving the site it stands at."""
@@ -263,8 +278,7 @@ class Worker:
             return
         for held in self._held:
             if held.changed:
-                self._settle()
-                break
+                self._write_back(held)
         for held in self._held:
             held.let_go()
         self._past += self._held
@@ -288,6 +302,9 @@ class Worker:
                 return channel.read(self.passing, self, selection)
 
     def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
+        if not is_autocast_on():
+            channel.write(self.passing, self, selection, value)
+            return
         with without_autocast():
             channel.write(self.passing, self, selection, value)
 
@@ -301,26 +318,24 @@ class Worker:
         for held in changed:
             self._forget(held.channel.memory, but=changed)
 
-    def _forget(self, memory: str, but: Sequence[Held] = ()) -> None:
+    def _forget(self, memory: str, but: Sequence[AnyHeld] = ()) -> None:
         for held in list(self._held):
             if held.channel.memory == memory and held not in but:
                 held.let_go()
                 self._past.append(held)
                 self._held.remove(held)
 
-    def _holding(self, channel: Channel, selection: Selection) -> Held | None:
+    def _holding(self, channel: Channel, selection: Selection) -> AnyHeld | None:
         for held in self._held:  # few: what was read of one site
             if held.channel is channel and held.selection == selection:
                 return held
         return None
 
-    def _write_back(self, held: Held) -> None:
+    def _write_back(self, held: AnyHeld) -> None:
         channel = held.channel
-        for leaf, shape, _ in held.leaves:
-            if leaf.shape != shape:
-                raise EditMismatch(
-                    f"{channel.name} has shape {tuple(shape)}, and was changed in place to {tuple(leaf.shape)}."
-                )
+        if held.reshaped is not None:
+            shape, other = held.reshaped
+            raise EditMismatch(f"{channel.name} has shape {tuple(shape)}, and was changed in place to {tuple(other)}.")
         if not channel.writable:
             raise EditMismatch(f"{channel.name} can be read only, and was changed in place: clone it for scratch.")
         self._put(channel, held.selection, held.value)
@@ -337,8 +352,9 @@ class Worker:
 
     def _forget_past(self) -> None:
         """Lets go of the copies that nobody has any more, and that are as they were."""
-        self._past = [past for past in self._past if past.anywhere or past.changed]
-        self._many = 2 * len(self._past) + MANY
+        if self._past:
+            self._past = [past for past in self._past if past.anywhere or past.changed]
+            self._many = 2 * len(self._past) + MANY
 
     def _too_late(self, name: str) -> str:
         stood = self.slot is not None and self.waiting_step <= self.interleaver.step

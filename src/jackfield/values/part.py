@@ -140,6 +140,8 @@ def _picked(what: str, picks: int | slice | Sequence[int], size: int) -> tuple[i
 
 def numbered(what: str, index: object, size: int) -> int:
     """An index from the front, of any integer type; UnknownValue where there is no such thing."""
+    if type(index) is int and 0 <= index < size:  # nearly all are that
+        return index
     try:
         number = operator.index(cast("SupportsIndex", index))
     except TypeError:

@@ -101,18 +101,22 @@ def test_a_failure_is_its_own_requests(model: jf.Model, block: Any, error: type[
 
 def test_an_error_in_a_tap_ends_its_request_alone(model: jf.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of jackfield's own code, between the model and the block."""
-    from jackfield.engines.vllm import forward_pass
+    from jackfield.engines.vllm.passing import StreamChannel
 
     alone = model.run(PROMPTS[1], streams, max_tokens=4, ignore_eos=True)
-    rows, made = forward_pass.Halves, list[int]()
+    read, made = StreamChannel.read, list[int]()
 
-    def failing(x: torch.Tensor, *rest: Any) -> Any:
-        made.append(x.shape[0])
-        if x.shape[0] == len(PROMPTS[0]):
+    def failing(self: StreamChannel, passing: Any, *rest: Any) -> Any:
+        made.append(passing.x.shape[0])
+        if passing.x.shape[0] == len(PROMPTS[0]):
             raise RuntimeError("a mistake of ours")
-        return rows(x, *rest)
+        return read(self, passing, *rest)
 
-    monkeypatch.setattr(forward_pass, "Halves", failing)
+    def failing_together(self: StreamChannel, waiting: Any) -> Any:
+        raise RuntimeError(f"a mistake of ours, of {len(waiting)}")
+
+    monkeypatch.setattr(StreamChannel, "read", failing)
+    monkeypatch.setattr(StreamChannel, "read_together", failing_together)
     seen: list[jf.Result] = []
     with pytest.raises(RuntimeError, match="a mistake of ours"):  # noqa: PT012
         for result in model.run(iter(PROMPTS[:2]), streams, max_tokens=4, ignore_eos=True):

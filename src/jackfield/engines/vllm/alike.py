@@ -9,7 +9,7 @@ other for ever.
 import hashlib
 import random
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,11 @@ import torch
 from greenlet import GreenletExit
 
 from jackfield.engines.vllm.parts import Ranks
+from jackfield.engines.vllm.traced_worker import TracedWorker
 from jackfield.errors import TracingError
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Channel, Selection, Worker
+from jackfield.interleave.worker import Channel, Selection
 
-ALONE: AbstractContextManager[None] = nullcontext()
 PARTED = (
     "This block does not do the same on all {size} ranks of its model: on rank {rank} {what}, elsewhere something "
     "else. A block runs on every rank, so it must not depend on the time, the process or the order of a set."
@@ -82,25 +82,26 @@ class Alike:
         raise TracingError(PARTED.format(size=self.ranks.size, rank=self.ranks.rank, what=what))
 
 
-class AlikeWorker(Worker):
-    """A worker that is held against those of the other ranks; on one rank there are none."""
+class AlikeWorker(TracedWorker):
+    """A worker that is held against those of the other ranks."""
 
-    def __init__(self, rows: Rows, alike: Alike | None) -> None:
+    def __init__(self, rows: Rows, alike: Alike) -> None:
         super().__init__(rows)
         self._alike = alike
 
     def resume(self, message: Any) -> None:
-        with ALONE if self._alike is None else self._held_together(self._alike):
+        with self._held_together():
             super().resume(message)
 
     def throw(self, error: BaseException) -> None:
-        alike = None if isinstance(error, GreenletExit) else self._alike  # nobody waits for one that is ended
-        with ALONE if alike is None else self._held_together(alike):
+        is_ended = isinstance(error, GreenletExit)  # nobody waits for one that is
+        with nullcontext() if is_ended else self._held_together():
             super().throw(error)
 
     @contextmanager
-    def _held_together(self, alike: Alike) -> Generator[None]:
+    def _held_together(self) -> Generator[None]:
         """The block runs on, with random states of its own, and then stands where it stands on the other ranks."""
+        alike = self._alike
         with alike.randomness.own():
             yield
         if not (alike.parted and self.error is not None):  # else it has been told
@@ -115,11 +116,9 @@ class AlikeWorker(Worker):
         return f"it waits for {where} in step {self.waiting_step}"
 
     def _copy(self, channel: Channel, selection: Selection) -> Any:
-        if self._alike is not None:
-            self._alike.check(f"it reads {channel.name} {selection}")
+        self._alike.check(f"it reads {channel.name} {selection}")
         return super()._copy(channel, selection)
 
     def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
-        if self._alike is not None:
-            self._alike.check(f"it writes {channel.name} {selection}")
+        self._alike.check(f"it writes {channel.name} {selection}")
         super()._put(channel, selection, value)

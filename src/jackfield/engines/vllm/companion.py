@@ -1,7 +1,7 @@
 """One traced request as a worker process has it: its block, the step it is at, and what it must not lose."""
 
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any, Final, cast
@@ -13,10 +13,11 @@ from jackfield.engines.vllm.alike import Alike, AlikeWorker
 from jackfield.engines.vllm.graphs import armed_site
 from jackfield.engines.vllm.interrupts import is_apart
 from jackfield.engines.vllm.shipping import Shipment
+from jackfield.engines.vllm.traced_worker import TracedWorker
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Channel, Selection, Slot
+from jackfield.interleave.worker import Slot
 from jackfield.interventions.block import InterventionBlock
 from jackfield.trace.capture import Block
 from jackfield.trace.tracer import Tracer
@@ -49,23 +50,27 @@ class Fate:
         return cls(error=error, printed=printed) if is_error else cls(interrupt=error, printed=printed)
 
 
-class TracedWorker(AlikeWorker):
-    """A worker that keeps what its block writes in a pass, by the site, so that the pass can be run again."""
+class Guard:
+    """Whatever goes wrong within ends one request, and neither the others nor the engine.
 
-    def __init__(self, rows: Rows, alike: Alike | None) -> None:
-        super().__init__(rows, alike)
-        self.written: dict[Site, list[tuple[Channel, Selection, Any]]] = {}
-        self.wrote = False  # in this pass or an earlier one
+    What a block prints in another process than its client's is kept; in the client's it is shown.
+    """
 
-    def write_again(self, site: Site, passing: Any) -> None:
-        """Writes what the block wrote at a site to what passes there now."""
-        for channel, selection, value in self.written[site]:
-            channel.write(passing, self, selection, value)
+    __slots__ = ("_companion", "_stdout")
 
-    def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
-        super()._put(channel, selection, value)
-        self.wrote = True
-        self.written.setdefault(channel.site, []).append((channel, selection, value))
+    def __init__(self, companion: "Companion") -> None:
+        self._companion = companion
+
+    def __enter__(self) -> None:
+        if self._companion.printed is not None:
+            self._stdout, sys.stdout = sys.stdout, self._companion.printed
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        if self._companion.printed is not None:
+            sys.stdout = self._stdout
+        if error is not None:
+            self._companion.failed(error)
+        return True
 
 
 class Companion:
@@ -83,9 +88,11 @@ class Companion:
         self.prompt_length = len(shipment.prompt_token_ids)
         self.seen = 0
         self.kept: Mapping[str, tuple[Tensor, Tensor]] = {}
-        self.wanted: set[Site] = set()  # where a graph is to be cut for it
+        self.wanted: frozenset[Site] = frozenset()  # where a graph is to be cut for it
+        self._came_to: set[Site] = set()
         self.last: Site | None = None  # the site that it came to last, in this step
-        self.worker = TracedWorker(Rows(0, 0, self.prompt_length), alike)
+        rows = Rows(0, 0, self.prompt_length)
+        self.worker = TracedWorker(rows) if alike is None else AlikeWorker(rows, alike)
         self.tracer = Tracer(self.worker, device, shipment.prompt, shipment.prompt_token_ids)
         self.worker.owner, self.worker.finalize = engine, self.tracer.finalize
         self.interleaver = Interleaver([self.worker], lambda slot: None, slots)
@@ -95,7 +102,7 @@ class Companion:
         self.early = self.names_early or bool(block.names & DYNAMIC_NAMES)  # whether it may want that
         self.worker.body = block.bind(self.tracer, device, model)
         self._failure: BaseException | None = None
-        self._printed = StringIO() if is_apart() else None
+        self.printed = StringIO() if is_apart() else None
 
     def step_at(self, position: int) -> int:
         """Which step the row at an absolute position belongs to."""
@@ -104,14 +111,15 @@ class Companion:
     def came_to(self, site: Site) -> None:
         """Its block waited at a site that passes."""
         self.last = site
-        self.wanted.add(armed_site(site))
+        if site not in self._came_to:
+            self._came_to.add(site)
+            self.wanted |= {armed_site(site)}
 
     @property
     def next_wanted(self) -> frozenset[Site]:
         """Where a graph is to be cut for its next step: where it has been, and where it waits now."""
         slot = self.worker.slot
-        here = () if slot is None or self.worker.done else (armed_site(slot.site),)
-        return frozenset((*self.wanted, *here))
+        return self.wanted if slot is None or self.worker.done else self.wanted | {armed_site(slot.site)}
 
     @property
     def watches(self) -> bool:
@@ -125,19 +133,14 @@ class Companion:
             return "error"
         return "stopped" if self.worker.stopped else None
 
-    @contextmanager
-    def guarded(self) -> Generator[None]:
+    def guarded(self) -> Guard:
         """Whatever goes wrong within ends this request, and neither the others nor the engine."""
-        try:
-            with self._heard():
-                yield
-        except BaseException as error:
-            self._failure = error
-            self.close()
+        return Guard(self)
 
-    def _heard(self) -> AbstractContextManager[Any]:
-        """In which what a block prints in another process than its client's is kept; in the client's it is shown."""
-        return nullcontext() if self._printed is None else redirect_stdout(self._printed)
+    def failed(self, error: BaseException) -> None:
+        """Something went wrong beside the block, or it was interrupted: it ends where it is."""
+        self._failure = error
+        self.close()
 
     def finish(self) -> Fate:
         """The request has no more steps: what became of its block."""
@@ -150,7 +153,7 @@ class Companion:
 
     def _fate(self) -> Fate:
         failure = self._failure if self._failure is not None else self.worker.error
-        printed = "" if self._printed is None else self._printed.getvalue()
+        printed = "" if self.printed is None else self.printed.getvalue()
         if failure is not None:
             return Fate.failed(failure, printed)
         return Fate(self.tracer.saved, self.worker.returned, stopped=self.worker.stopped, printed=printed)

@@ -1,15 +1,14 @@
 """One forward pass over a batch with traced requests in it: where their rows are, and who waits at each tap."""
 
 from collections.abc import Mapping, Sequence, Set
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import suppress
 from inspect import Signature
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from jackfield.engines.vllm.companion import Companion
-from jackfield.engines.vllm.passing import Halves
+from jackfield.engines.vllm.companion import Companion, Guard
+from jackfield.engines.vllm.gathering import Halves, Tapped, gather, in_groups, write_back
 from jackfield.engines.vllm.raw import RawPassing
 from jackfield.engines.vllm.tables.buffers import TablePass
 from jackfield.interleave.site import Port, Site
@@ -24,26 +23,22 @@ LOGITS = Site("", Port.OUTPUT, "logits")
 """What passes outside the model's forward, where no tap is."""
 
 
-@dataclass(frozen=True, slots=True)
 class Placed:
     """A traced request in a pass: `count` rows from `first` on, at absolute positions from `position` on.
 
     `index` counts the requests of the batch. Rows of positions that its block has seen are computed once more, after a
-    preemption: only what is new belongs to the block's step.
+    preemption: only what is new belongs to the block's step. `fresh` are the rows of that, within the batch.
     """
 
-    request_id: str
-    index: int
-    first: int
-    count: int
-    position: int
-    companion: Companion
+    __slots__ = ("companion", "count", "first", "fresh", "index", "position", "request_id")
 
-    @property
-    def fresh(self) -> slice:
-        """The rows that the block has not seen, within the batch."""
-        again = min(self.count, max(0, self.companion.seen - self.position))
-        return slice(self.first + again, self.first + self.count)
+    def __init__(
+        self, request_id: str, index: int, first: int, count: int, position: int, companion: Companion
+    ) -> None:
+        self.request_id, self.index, self.companion = request_id, index, companion
+        self.first, self.count, self.position = first, count, position
+        again = companion.seen - position
+        self.fresh = slice(first if again <= 0 else first + min(count, again), first + count)
 
     @property
     def again(self) -> slice:
@@ -60,32 +55,35 @@ class ForwardPass:
         self.host, self.clock, self.placed = host, clock, placed
         self.total = total  # rows of the batch, padding included
         self.of: Mapping[Worker, Placed] = {each.companion.worker: each for each in placed}
-        self._fresh: Mapping[Worker, slice] = {each.companion.worker: each.fresh for each in placed}
+        self.put_back = [each for each in placed if each.companion.kept]  # who lost their place in the caches
         self.tabled = tabled
         self._again = self._replayed = False
+        self._numbered = host.numbered
         self.kept: dict[Site, Tensor] = {}  # queries and keys before the rotary embedding, for blocks that name them
         self._keeping = host.early if any(each.companion.early for each in placed) else frozenset[Site]()
+        self._looks = bool(self._keeping) or host.recorder is not None  # at every tap, whoever waits there
 
     def begin(self) -> None:
         """The step of every request with new rows begins; of one that its block has ended a step may be under way."""
         for each in self.placed:
-            last = each.position + each.count - 1
-            if last >= each.companion.seen and each.companion.verdict is None:
-                each.companion.last = None
-                with each.companion.guarded():
-                    each.companion.interleaver.begin(each.companion.step_at(last), self.clock)
+            companion, last = each.companion, each.position + each.count - 1
+            if last >= companion.seen and not companion.worker.stopped:
+                companion.last = None
+                with Guard(companion):
+                    companion.interleaver.begin(companion.step_at(last), self.clock)
 
     def end(self) -> None:
         """The pass is over: what waited for something in it in vain is told so."""
         if self.tabled is not None:
             self.tabled.end(replayed=self._replayed)
         for each in self.placed:
-            last = each.position + each.count
-            if last > each.companion.seen:
-                with each.companion.guarded():
-                    each.companion.interleaver.end()
-                each.companion.seen, each.companion.kept = last, {}
-                each.companion.worker.written.clear()
+            companion, last = each.companion, each.position + each.count
+            if last > companion.seen:
+                if companion.worker.slot is not None:
+                    with Guard(companion):
+                        companion.interleaver.end()
+                companion.seen, companion.kept = last, {}
+                companion.worker.written.clear()
 
     def missed(self, tables: Set[Site]) -> bool:
         """Whether a block still waits for what a graph has passed by; one that comes too late is told so.
@@ -106,13 +104,14 @@ class ForwardPass:
                 return False  # the logits, which come later
             if companion.last is None or order[site] >= order[companion.last]:
                 return True
-            with companion.guarded():
+            with Guard(companion):
                 companion.interleaver.too_late(worker)
         return False
 
     def begin_again(self) -> None:
         """The same pass runs a second time, with every tap alive: what blocks wrote in the first is written again."""
-        self._again, self._replayed = True, False
+        self._again = self._looks = True
+        self._replayed = False
 
     def before(self, tap: "OpTap", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
         """An attention op is about to run."""
@@ -141,11 +140,11 @@ class ForwardPass:
 
     def tap(self, site: int, x: Tensor, residual: Tensor | None) -> None:
         """A tensor, or the stream's two halves, passes the tap of this number."""
-        slot = self.host.numbered[site]
+        slot = self._numbered[site]
         slot.passed = self.clock
         if self.tabled is not None:
             self.tabled.tap(site, x, residual)
-        if slot.workers or self._keeping or self._again or self.host.recorder is not None:
+        if slot.workers or self._looks:
             self.meet(slot, x, residual)  # most taps have nobody, and cost that look
 
     def meet(self, slot: Slot, x: Tensor, residual: Tensor | None) -> None:
@@ -153,30 +152,56 @@ class ForwardPass:
         slot.passed = self.clock
         x, residual = _flat(x, self.total), None if residual is None else _flat(residual, self.total)
         self.host.keep(slot.site, x, residual)
-        for worker in self.doing_again(slot):
-            self.do_again(worker, slot, self._cut(worker, x, residual))
+        tapped = Tapped(x, residual, delays=self.host.is_alone)
+        self._write_again(slot, tapped)
         if slot.site in self._keeping:
             self.kept[slot.site] = x.clone()
-        if not slot.workers:
-            return
-        workers, slot.workers = self.arrived(slot), []
-        for worker in workers:
-            with self.guarded(worker):
-                worker.interleaver.resume(worker, self._cut(worker, x, residual))
+        if slot.workers:
+            workers, slot.workers = slot.workers, []
+            for group in in_groups([self._arrive(worker, slot, tapped) for worker in workers]):
+                self._resume(group)
 
-    def _cut(self, worker: Worker, x: Tensor, residual: Tensor | None) -> Halves:
-        rows = self._fresh[worker]
-        return Halves(x[rows], None if residual is None else residual[rows])
+    def _write_again(self, slot: Slot, tapped: Tapped) -> None:
+        again = [self._halves(worker, tapped) for worker in self.doing_again(slot)]
+        for each in again:
+            self.do_again(each.companion.worker, slot, each)
+        write_back(again, self._settle)
+
+    def _arrive(self, worker: Worker, slot: Slot, tapped: Tapped) -> Halves:
+        """A block waits here, and may do so again: graphs are cut there."""
+        placed = self.of[worker]
+        placed.companion.came_to(slot.site)
+        return Halves(tapped, placed.fresh, placed.companion)
+
+    def _resume(self, waiting: Sequence[Halves]) -> None:
+        """Blocks run on, each with its rows."""
+        if self.host.is_alone:  # on several ranks each read of a block is a message
+            with suppress(Exception):  # each then reads for itself, and whose copy cannot be made hears of it
+                gather(waiting)
+        for each in waiting:
+            companion = each.companion
+            with Guard(companion):
+                companion.interleaver.resume(companion.worker, each)
+        write_back(waiting, self._settle)
+
+    def _settle(self, edited: Halves) -> None:
+        with Guard(edited.companion):
+            edited.settle()
+
+    def _halves(self, worker: Worker, tapped: Tapped) -> Halves:
+        placed = self.of[worker]
+        return Halves(tapped, placed.fresh, placed.companion)
 
     def meet_logits(self, logits: Tensor) -> None:
         """One row per request, in the batch's order."""
-        slot = self.host.slot(LOGITS)
+        slot, tapped = self.host.slot(LOGITS), Tapped(logits)
         slot.passed = self.clock
         workers, slot.workers = slot.workers, []
         for worker in workers:
             with self.guarded(worker):
-                index = self.of[worker].index
-                worker.interleaver.resume(worker, Halves(logits[index : index + 1]))
+                placed = self.of[worker]
+                row = slice(placed.index, placed.index + 1)
+                worker.interleaver.resume(worker, Halves(tapped, row, placed.companion))
 
     def meet_raw(self, slot: Slot, nest: Any, signature: Signature | None) -> None:
         """What a module was called with, or gave."""
@@ -184,15 +209,15 @@ class ForwardPass:
         workers, slot.workers = slot.workers, []
         for worker in workers:
             with self.guarded(worker):
-                worker.interleaver.resume(worker, RawPassing(nest, signature, self._fresh[worker], self.total))
+                worker.interleaver.resume(worker, RawPassing(nest, signature, self.rows_of(worker), self.total))
 
-    def guarded(self, worker: Worker) -> AbstractContextManager[None]:
+    def guarded(self, worker: Worker) -> Guard:
         """In which whatever goes wrong is this block's own."""
-        return self.of[worker].companion.guarded()
+        return Guard(self.of[worker].companion)
 
     def rows_of(self, worker: Worker) -> slice:
         """A request's rows in the batch."""
-        return self._fresh[worker]
+        return self.of[worker].fresh
 
 
 def _flat(tensor: Tensor, rows: int) -> Tensor:

@@ -40,6 +40,7 @@ class Host:
 
     def __init__(self, sites: Sequence[Site], ranks: Ranks, seed: int) -> None:
         self._ranks, self._seed = ranks, seed
+        self.is_alone = ranks.size == 1
         self.slots: dict[Site, Slot] = {}
         self.numbered = [self.slot(site) for site in sites]
         self.companions: dict[str, Companion] = {}
@@ -209,8 +210,10 @@ class Host:
         if now is None:
             return ended
         now.end()
-        verdicts = {placed.request_id: placed.companion.verdict for placed in now.placed}
-        return ended | {request_id: verdict for request_id, verdict in verdicts.items() if verdict is not None}
+        for placed in now.placed:
+            if (verdict := placed.companion.verdict) is not None:
+                ended[placed.request_id] = verdict
+        return ended
 
     def logits(self, logits: Tensor | None) -> None:
         """The logits of the pass have been computed, one row per request of the batch."""

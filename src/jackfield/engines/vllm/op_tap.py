@@ -126,7 +126,7 @@ class OpTap:
 
     def _put_back(self, now: "ForwardPass", cache: Tensor) -> None:
         """Rows that are computed again after a preemption get the keys and values that they had."""
-        for placed in now.placed:
+        for placed in now.put_back:
             kept = placed.companion.kept.get(self.path)
             if kept is None or placed.again.start == placed.again.stop:
                 continue

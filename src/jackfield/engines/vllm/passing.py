@@ -1,26 +1,27 @@
-"""What passes at a tap, for one request: its own rows of vLLM's tensors, as the batch of one that channels take."""
+"""Values of what passes at a tap: a request's own rows of vLLM's tensors, as the batch of one that blocks get."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch import (
+    _foreach_add as add_each,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+)
+from torch import (
+    _foreach_copy_ as copy_each,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+)
+from torch import (
+    _foreach_mul as multiply_each,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+)
 
+from jackfield.engines.vllm.gathering import Halves, RowsChannel, split
 from jackfield.engines.vllm.parts import WHOLE_PART, Joint
 from jackfield.interleave.site import Site
-from jackfield.interleave.worker import Channel, Selection, Worker
+from jackfield.interleave.worker import WHOLE, Channel, Selection, Worker
 
 
-@dataclass(slots=True)
-class Halves:
-    """A request's rows of the one tensor that passes, or of the two whose sum is the stream: [token, width] views."""
-
-    x: Tensor
-    residual: Tensor | None = None
-
-
-class StreamChannel(Channel):
+class StreamChannel(RowsChannel):
     """A value of the stream, a sublayer or a norm: [1, token, width].
 
     `summed`: the tensors at the site are two halves; `joint`: of what passes, this rank has its part. A stream in two
@@ -33,34 +34,80 @@ class StreamChannel(Channel):
     ) -> None:
         self.name = self.memory = name
         self.site, self.summed, self.factor, self.writable = site, summed, factor, True
-        self.joint = joint
+        self.joint, self.together = joint, joint is WHOLE_PART
 
     def read(self, passing: Halves, worker: Worker, selection: Selection) -> Tensor:
-        rows = self._rows(passing, selection)
-        return (rows.clone() if rows is passing.x else rows)[None]  # all others are new already
+        passing.settle()
+        places: Any = _places(selection)
+        x, residual = passing.x[places], passing.residual
+        rows = self._whole(x, None if residual is None else residual[places])
+        return (rows.clone() if rows is x else rows)[None]  # all others are new already
+
+    def read_together(self, waiting: Sequence[Halves]) -> Sequence[Tensor]:
+        with torch.inference_mode(False), torch.no_grad():  # a tensor born in it has no version counter
+            cut = waiting[0].tapped.cut(waiting)
+            if not self.summed or cut.residual is None:
+                return multiply_each(cut.x, self.factor)  # by 1 no bit changes
+            rows = add_each(cut.x, cut.residual)
+            return rows if self.factor == 1.0 else multiply_each(rows, self.factor)
 
     def write(self, passing: Halves, worker: Worker, selection: Selection, value: Tensor) -> None:
-        tokens: Any = slice(None) if selection.tokens is None else list(selection.tokens)
-        before, after = self._rows(passing, selection), value[0]
-        changed = (before != after).any(-1, keepdim=True)
-        given = self.joint.cut(after if self.factor == 1.0 else after / self.factor, -1)
-        passing.x[tokens] = torch.where(changed, given, passing.x[tokens])
-        if self.summed and passing.residual is not None and selection.tokens is None:
-            passing.residual.masked_fill_(changed, 0)
-        elif self.summed and passing.residual is not None:
-            passing.residual[tokens] = passing.residual[tokens].masked_fill(changed, 0)
+        if passing.edit is not None:
+            passing.settle()
+        tapped = passing.tapped
+        x = tapped.x  # an edit that is unlike it fails, and by itself
+        if (
+            tapped.delays
+            and self.together
+            and selection.tokens is None
+            and value.dtype is x.dtype
+            and value.device == x.device
+        ):
+            passing.edit = self, value
+        else:
+            self._write(passing, selection, value)
 
-    def _rows(self, passing: Halves, selection: Selection) -> Tensor:
-        """The whole of the selected rows: a view where it is `passing.x`."""
-        tokens = selection.tokens
-        x, residual = (
-            each if each is None or tokens is None else each[list(tokens)] for each in (passing.x, passing.residual)
-        )
-        assert x is not None
+    def write_alone(self, passing: Halves, value: Tensor) -> None:
+        self._write(passing, WHOLE, value)
+
+    def write_together(self, edited: Sequence[Halves]) -> None:
+        cut = edited[0].tapped.cut(edited)
+        residual = None if cut.residual is None else torch.cat(cut.residual, 1)
+        after = torch.cat([each.edit[1] for each in edited if each.edit is not None], 1)
+        x, changed = self._edited(torch.cat(cut.x, 1), residual, after)
+        copy_each(cut.x, split(x, cut.sizes))
+        if self.summed and residual is not None and cut.residual is not None:
+            copy_each(cut.residual, split(residual.masked_fill_(changed, 0), cut.sizes))
+
+    def _write(self, passing: Halves, selection: Selection, value: Tensor) -> None:
+        places: Any = _places(selection)
+        x, residual = passing.x, passing.residual
+        edited, changed = self._edited(x[places], None if residual is None else residual[places], value[0])
+        x[places] = edited
+        if self.summed and residual is not None:
+            residual[places] = residual[places].masked_fill(changed, 0)
+
+    def _edited(self, x: Tensor, residual: Tensor | None, after: Tensor) -> tuple[Tensor, Tensor]:
+        """What `x` is to be when the value is `after`, and which rows that changes [..., row, 1]."""
+        changed = (self._whole(x, residual) != after).any(-1, keepdim=True)
+        given = self.joint.cut(after if self.factor == 1.0 else after / self.factor, -1)
+        return torch.where(changed, given, x), changed
+
+    def _whole(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The value of these rows: `x` itself where it is that."""
         rows = self.joint.join(x, -1)
         if self.summed and residual is not None:
             rows = rows + residual
         return rows if self.factor == 1.0 else rows * self.factor
+
+
+def _places(selection: Selection) -> slice | list[int]:
+    """The selected tokens as an index: a slice where they follow one another, since a list has to go to the device."""
+    tokens = selection.tokens
+    if tokens is None:
+        return slice(None)
+    follow = all(token == tokens[0] + place for place, token in enumerate(tokens))
+    return slice(tokens[0], tokens[0] + len(tokens)) if follow else list(tokens)
 
 
 class HeadsChannel(StreamChannel):
@@ -71,15 +118,22 @@ class HeadsChannel(StreamChannel):
         self.num_heads = num_heads
 
     def read(self, passing: Halves, worker: Worker, selection: Selection) -> Tensor:
-        whole = super().read(passing, worker, Selection(tokens=selection.tokens))
-        rows = whole.view(*whole.shape[:-1], self.num_heads, -1)
+        rows = self._by_head(super().read(passing, worker, Selection(tokens=selection.tokens)))
         return rows if selection.heads is None else rows[:, :, list(selection.heads)]
 
+    def read_together(self, waiting: Sequence[Halves]) -> Sequence[Tensor]:
+        with torch.inference_mode(False):
+            return [self._by_head(whole) for whole in super().read_together(waiting)]
+
     def write(self, passing: Halves, worker: Worker, selection: Selection, value: Tensor) -> None:
-        tokens = Selection(tokens=selection.tokens)
-        whole = self.read(passing, worker, tokens)
-        whole[:, :, slice(None) if selection.heads is None else list(selection.heads)] = value
+        tokens, whole = Selection(tokens=selection.tokens), value
+        if selection.heads is not None:
+            whole = self.read(passing, worker, tokens)
+            whole[:, :, list(selection.heads)] = value
         super().write(passing, worker, tokens, whole.flatten(-2))
+
+    def _by_head(self, whole: Tensor) -> Tensor:
+        return whole.view(*whole.shape[:-1], self.num_heads, -1)
 
 
 class HeadResultsChannel(HeadsChannel):
@@ -99,7 +153,7 @@ class HeadResultsChannel(HeadsChannel):
         given: Joint,
     ) -> None:
         super().__init__(name, site, num_heads, joint)
-        self.writable, self.projection, self.given = False, projection, given
+        self.writable, self.projection, self.given, self.together = False, projection, given, False
 
     def read(self, passing: Halves, worker: Worker, selection: Selection) -> Tensor:
         premix = super().read(passing, worker, Selection(tokens=selection.tokens))[0]

@@ -29,7 +29,7 @@ class _Whole(Scheduler):
         allocate = self.kv_cache_manager.allocate_slots
 
         def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-            if is_traced(request) and request.num_computed_tokens == 0 and request.num_output_tokens == 0:
+            if request.num_computed_tokens == 0 and request.num_output_tokens == 0 and is_traced(request):
                 hit = kwargs.get("num_new_computed_tokens", 0)
                 if hit + num_new_tokens < request.num_prompt_tokens:
                     return None
@@ -103,7 +103,7 @@ class _Whole(Scheduler):
         found: list[str] = []
         for request_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=False):
             request = self.requests.get(request_id)
-            if request is None or not token_ids or not is_traced(request) or not request.sampling_params.stop:
+            if request is None or not token_ids or not request.sampling_params.stop or not is_traced(request):
                 continue
             if request_id not in self._texts:
                 tokenizer = tokenizer_of(self.vllm_config.model_config)

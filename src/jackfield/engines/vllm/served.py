@@ -1,6 +1,7 @@
 """What a client's engine and a worker's have in common: both answer for the parts of one described model."""
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -55,7 +56,11 @@ class Served(Engine):
         return part_at(self, self._anatomy, path)
 
     def layer_part(self, layer: int) -> Part:
-        return Layer(self, self._layer(layer).path, layer)
+        return self._layers[layer]
+
+    @cached_property
+    def _layers(self) -> list[Layer]:
+        return [Layer(self, each.path, number) for number, each in enumerate(self.description.layers)]
 
     def sublayer_path(self, layer: int, which: str) -> str:
         found = self._layer(layer)

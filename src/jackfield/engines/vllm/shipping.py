@@ -89,7 +89,9 @@ def shipped(params: Any) -> tuple[str, bytes] | None:
 
     Only bytes are a block. What comes over HTTP is JSON, which has none: it is never unpickled.
     """
-    extra: dict[str, Any] = (params and params.extra_args) or {}
+    extra: dict[str, Any] | None = params and params.extra_args
+    if not extra:
+        return None
     match extra.get(KEY):
         case [str() as name, bytes() as data]:
             return name, data
