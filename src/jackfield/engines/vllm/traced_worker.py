@@ -36,6 +36,6 @@ class TracedWorker(Worker):
         return super()._copy(channel, selection)
 
     def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
+        self.wrote = True  # also where the write fails halfway
         super()._put(channel, selection, value)
-        self.wrote = True
         self.written.setdefault(channel.site, []).append((channel, selection, value))
