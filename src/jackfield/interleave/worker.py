@@ -18,7 +18,8 @@ from torch import Tensor
 
 from jackfield.errors import EditMismatch, NotReached, OutOfOrder
 from jackfield.interleave.held import MANY, Held, HeldNest
-from jackfield.interleave.modes import BlockModes, is_autocast_on, without_autocast
+from jackfield.interleave.modes import BlockModes, is_of_transform
+from jackfield.interleave.nest import tensors
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
 
@@ -219,6 +220,11 @@ class Worker:
         """Puts `value` in the place of what passes at `channel`."""
         if not channel.writable:
             raise EditMismatch(f"{channel.name} can be read only.")
+        if any(is_of_transform(tensor) for tensor in tensors(value)):
+            raise EditMismatch(
+                f"{channel.name} was assigned a tensor of a transform of torch.func (vmap, grad), which the model "
+                "cannot go on with: assign what the transform returns."
+            )
         self.reach(channel, selection)
         held = self._holding(channel, selection)
         if held is not None and held.value is value:
@@ -288,25 +294,25 @@ class Worker:
             self._forget_past()
 
     def _wait(self, slot: Slot | None, wanted: str) -> Any:
+        self._modes.check()
         self.slot, self.wanted, self.waiting_step = slot, wanted, self.step
         assert self._engine is not None
         return self._engine.switch()
 
     def _copy(self, channel: Channel, selection: Selection) -> Any:
-        if not is_autocast_on() and not torch.is_inference_mode_enabled():
-            return channel.read(self.passing, self, selection)
-        with without_autocast():
+        with self._modes.aside():
             if not torch.is_inference_mode_enabled():
                 return channel.read(self.passing, self, selection)
             with torch.inference_mode(False), torch.no_grad():  # a tensor born in it has no version counter
                 return channel.read(self.passing, self, selection)
 
     def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
-        if not is_autocast_on():
-            channel.write(self.passing, self, selection, value)
-            return
-        with without_autocast():
-            channel.write(self.passing, self, selection, value)
+        with self._modes.aside():
+            if torch.is_inference_mode_enabled() or not self._modes.is_inference:
+                channel.write(self.passing, self, selection, value)
+                return
+            with torch.inference_mode():  # the block has left it, in which alone the engine's tensors can be changed
+                channel.write(self.passing, self, selection, value)
 
     def _settle(self) -> None:
         """Writes back what was changed; other copies of the same memory are then out of date, and left behind."""
