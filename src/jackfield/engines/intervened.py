@@ -6,7 +6,7 @@ from typing import Any
 
 from jackfield.engines.engine import Engine, Request
 from jackfield.interventions.asked import per_prompt
-from jackfield.interventions.plan import Plan, Support
+from jackfield.interventions.plan import Known, Plan
 
 
 def with_interventions(
@@ -16,7 +16,7 @@ def with_interventions(
 
     InvalidIntervention, before anything runs, for what does not fit the model or a request.
     """
-    known: Support = {}
+    known = Known()
     plans: dict[int, Plan] = {}  # one list for all prompts is one tuple, and is held against the model once
     found = per_prompt(given, len(requests))
     for own in found:

@@ -4,7 +4,7 @@ What depends on the model is refused here; what depends on the prompt's length, 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -22,6 +22,7 @@ from jackfield.interventions.kinds import (
     Probe,
     Project,
     Replace,
+    Scale,
     Skip,
     Steer,
     places,
@@ -35,6 +36,14 @@ from jackfield.values.value import num_heads
 
 Support: TypeAlias = dict[int | None, Mapping[str, str | None]]
 """Why values are not to be had, by the layer."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What has been found of a model while interventions were held against it."""
+
+    support: Support = field(default_factory=Support)
+    fitted: set[Any] = field(default_factory=set[Any])  # edits, without their numbers, that fit everywhere they apply
 
 
 class Sizes(Protocol):
@@ -74,13 +83,17 @@ class Plan:
 
     @classmethod
     def of(
-        cls, interventions: Sequence[Intervention], target: Target, named: Mapping[str, Any], known: Support | None = None
+        cls,
+        interventions: Sequence[Intervention],
+        target: Target,
+        named: Mapping[str, Any],
+        known: Known | None = None,
     ) -> "Plan":
         """The plan of interventions on a model where `named` are shared. InvalidIntervention says what does not fit.
 
-        What the target supports is asked once for all plans that share `known`, a dict that begins empty.
+        What is found of the target is found once for all plans that share `known`.
         """
-        check = _Check(target, named, {} if known is None else known)
+        check = _Check(target, named, Known() if known is None else known)
         ready = tuple(check.ready(each) for each in interventions)
         return cls(ready, target.facts.num_layers, check.shapes)
 
@@ -109,16 +122,20 @@ def _check_positions(each: Intervention, num_layers: int, prompt_length: int, en
 class _Check:
     """One list of interventions against one model."""
 
-    def __init__(self, target: Target, named: Mapping[str, Any], known: Support) -> None:
-        self._target, self._named, self._support = target, named, known
+    def __init__(self, target: Target, named: Mapping[str, Any], known: Known) -> None:
+        self._target, self._named, self._known = target, named, known
+        self._support = known.support
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def ready(self, given: Intervention) -> Intervention:
         """The intervention, with its tensors as they are used."""
         try:
             made = self._with_tensors(given)
-            for place in places(made, self._target.facts.num_layers):
-                self._fits(made, place)
+            form = _form(made)
+            if form is None or form not in self._known.fitted:
+                for place in places(made, self._target.facts.num_layers):
+                    self._fits(made, place)
+                self._known.fitted.add(form)
         except ValueError as error:
             raise InvalidIntervention(f"{title(given)}: {error}") from None
         return made
@@ -231,6 +248,13 @@ class _Check:
         if name in self.shapes:
             raise ValueError(f"two interventions keep Result.saved[{name!r}]; keep one of them, or ask in two calls.")
         self.shapes[name] = shape
+
+
+def _form(made: Intervention) -> Any:
+    """All on which it depends whether an edit fits; None for what keeps rows, whose names are told apart."""
+    if not isinstance(made, Steer | Project | Scale | Replace):
+        return None
+    return type(made), made.site, made.heads, tuple(_columns(made))
 
 
 def _columns(made: Intervention) -> Iterator[tuple[str, int]]:

@@ -110,8 +110,8 @@ class ForwardPass:
 
     def begin_again(self) -> None:
         """The same pass runs a second time, with every tap alive: what blocks wrote in the first is written again."""
-        self._again = self._looks = True
-        self._replayed = False
+        self._again, self._replayed = True, False
+        self._looks = True
 
     def before(self, tap: "OpTap", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
         """An attention op is about to run."""

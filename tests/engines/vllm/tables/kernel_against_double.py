@@ -15,7 +15,7 @@ from jackfield.engines.vllm.tables.bank import Bank
 from jackfield.engines.vllm.tables.buffers import Launch
 from jackfield.engines.vllm.tables.columns import Columns
 from jackfield.engines.vllm.tables.launching import by_kernel, by_torch
-from jackfield.engines.vllm.tables.program import EDITS, Kept, Kind, Numbers, Op
+from jackfield.engines.vllm.tables.ops import EDITS, Act, Kept, Kind, Numbers, Op, Part
 from jackfield.engines.vllm.tables.recipes import Recipe
 from jackfield.interleave.site import Port, Site
 
@@ -23,8 +23,10 @@ SITES = [Site("a", Port.OUTPUT), Site("b", Port.OUTPUT)]
 HEADS = 4
 
 
-def random_op(chance: random.Random, generator: torch.Generator, site: Site, width: int, dtype: torch.dtype) -> Op:
-    """Any operation: on the row, or on one head of it."""
+def random_op(
+    chance: random.Random, generator: torch.Generator, site: Site, width: int, dtype: torch.dtype, number: int
+) -> tuple[Op, Act]:
+    """Any operation, on the row or on one head of it, and its numbers."""
     kind = Kind(chance.randrange(len(Kind)))
     of_head = kind not in (Kind.STASH, Kind.RESTORE) and chance.random() < 0.4
     size = width // HEADS if of_head else width
@@ -42,7 +44,8 @@ def random_op(chance: random.Random, generator: torch.Generator, site: Site, wid
     has_numbers = kind not in (Kind.SCALE, Kind.CAPTURE, Kind.STASH, Kind.RESTORE)
     scale = chance.choice([0.0, -1.5, 0.25, 2.0])
     summed = not of_head and chance.random() < 0.5
-    return Op(kind, site, summed, start, size, scale, numbers if has_numbers else None, kept)
+    op = Op(kind, site, summed, start, size, number, count if has_numbers else 0, kept)
+    return op, Act(scale, numbers if has_numbers else None)
 
 
 class Case:
@@ -56,17 +59,21 @@ class Case:
         self.bank = Bank({site: i for i, site in enumerate(SITES)}, self.device, numbers=2**18, ops=512, recipes=16)
         for _ in range(5):
             count = self.chance.randrange(1, 5)
-            by_site = {
-                site: [random_op(self.chance, self.generator, site, width, dtype) for _ in range(count)]
-                for site in SITES
-            }
-            for op in (op for ops in by_site.values() for op in ops if op.kept is not None):
-                assert op.kept is not None
-                self.columns.take(op.kept)
-            entry = self.bank.add(by_site, self.columns)
+            made = [
+                (site, random_op(self.chance, self.generator, site, width, dtype, number))
+                for number, site in enumerate(site for site in SITES for _ in range(count))
+            ]
+            by_site: dict[Site, list[Op]] = {site: [] for site in SITES}
+            for site, (op, _) in made:
+                by_site[site].append(op)
+                if op.kept is not None:
+                    self.columns.take(op.kept)
+            part, acts = Part(by_site), [act for _, (_, act) in made]
+            entry = self.bank.add(part, acts, self.columns)
             assert entry is not None
-            self.recipes[entry.number] = Recipe(entry.number, (), by_site, entry)
+            self.recipes[entry.number] = Recipe(entry.number, (Any, frozenset()), part, acts, entry)
         numbers = [*self.recipes, -1]
+        self.bank.send()
         slots = [self.chance.choice(numbers) for _ in range(rows)]
         self.slots = torch.tensor(slots, dtype=torch.int32, device=self.device)
         given = torch.randn(2, 2, rows, width, generator=self.generator).to(self.device, dtype)
@@ -100,19 +107,27 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float(apart.max())
 
 
-def main(device: str, seeds: int) -> None:
+def spoil(bank: Bank, field: str) -> None:
+    """Has one field of all operations say something else."""
+    if field:
+        column, wrong = {"scale": (6, 0x3F000000), "bank": (3, 5), "column": (5, 1), "summed": (0, 16)}[field]
+        bank.ops[:, column] = bank.ops[:, column] ^ wrong
+
+
+def main(device: str, seeds: int, spoiled: str = "") -> None:
     """Prints one line per case, and per case how many rows were changed."""
     for seed in range(seeds):
         for dtype in (torch.float32, torch.bfloat16):
             width = random.Random(seed).choice([16, 48, 128])
             case = Case(seed, dtype, device, width, rows=9)
+            spoil(case.bank, spoiled)
             double = by_torch(SITES.__getitem__, case.recipes.__getitem__, case.columns)
             for halves in (True, False):
                 with torch.inference_mode():
                     got, want = case.run(by_kernel(case.bank), halves=halves), case.run(double, halves=halves)
                 edited = int((want[-3] != case.given[0]).any(-1).sum())
                 kinds = sorted(
-                    {op.kind.name for each in case.recipes.values() for ops in each.by_site.values() for op in ops}
+                    {op.kind.name for each in case.recipes.values() for ops in each.part.by_site.values() for op in ops}
                 )
                 line: dict[str, Any] = {"seed": seed, "dtype": str(dtype), "halves": halves, "edited": edited}
                 line |= {"apart": max(map(distance, got, want)), "kinds": kinds}
@@ -121,4 +136,4 @@ def main(device: str, seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

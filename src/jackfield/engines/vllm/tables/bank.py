@@ -4,22 +4,16 @@ All of it has a fixed size and place, as CUDA graphs need it. What two recipes h
 known by its contents.
 """
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from jackfield.engines.vllm.tables.columns import Columns
-from jackfield.engines.vllm.tables.program import Numbers, Op
+from jackfield.engines.vllm.tables.ops import BANK, COLUMN, FIELDS, SCALE, Act, Numbers, Part
 from jackfield.interleave.site import Site
-
-FIELDS: Final = 8
-"""Whole numbers of an operation: kind and whether summed, start, width, place in the bank, count, column, scale, -."""
-SUMMED: Final = 16
 
 
 class Room:
@@ -115,29 +109,28 @@ class Bank:
         for table in self._tables:
             table.send()
 
-    def add(self, by_site: Mapping[Site, Sequence[Op]], columns: Columns) -> Entry | None:
-        """Puts a recipe's operations into the tables. None where one of them is full; nothing is taken then."""
-        flat = [op for ops in by_site.values() for op in ops]
-        number, first = self._recipes.take(1), self._ops.take(len(flat))
+    def add(self, part: Part, acts: Sequence[Act], columns: Columns) -> Entry | None:
+        """Puts operations and their numbers into the tables. None where one of them is full; nothing is taken then."""
+        number, first = self._recipes.take(1), self._ops.take(len(part.flat))
         if number is None or first is None:
             if number is not None:
                 self._recipes.give(number, 1)
             if first is not None:
-                self._ops.give(first, len(flat))
+                self._ops.give(first, len(part.flat))
             return None
-        entry = Entry(number, first, len(flat))
-        rows: list[list[int]] = []
-        for op in flat:
-            place = self._placed(op, entry)
-            if place is None:
-                self.remove(entry)
-                return None
-            rows.append(_encoded(op, place, columns.of(op)))
-        ranges, at = np.zeros((len(self._sites), 2), np.int32), first
-        for site, ops in by_site.items():
-            ranges[self._sites[site]] = at, at + len(ops)
-            at += len(ops)
-        self._tables[1].write(first, torch.tensor(rows, dtype=torch.int32))
+        entry = Entry(number, first, len(part.flat))
+        places = [self._placed(act, entry) for act in acts]
+        if None in places:
+            self.remove(entry)
+            return None
+        rows = part.encoded.copy()
+        rows[:, BANK] = np.array(places, np.int32)[part.acts]
+        rows[:, SCALE] = np.array([act.scale for act in acts], np.float32).view(np.int32)[part.acts]
+        rows[:, COLUMN] = [columns.of(op) for op in part.flat] if columns.widths else 0
+        ends = first + np.cumsum(part.counts)
+        ranges = np.zeros((len(self._sites), 2), np.int32)
+        ranges[[self._sites[site] for site in part.by_site]] = np.stack([ends - part.counts, ends], 1)
+        self._tables[1].write(first, torch.from_numpy(rows))
         self._tables[2].write(number, torch.from_numpy(ranges)[None])
         return entry
 
@@ -152,11 +145,11 @@ class Bank:
                 self._numbers.give(vectors.first, vectors.size)
                 del self._vectors[key]
 
-    def _placed(self, op: Op, entry: Entry) -> int | None:
-        """Where the numbers of an operation are: its vectors, and a bias for each behind them."""
-        if op.numbers is None:
+    def _placed(self, act: Act, entry: Entry) -> int | None:
+        """Where the numbers of an intervention are: its vectors, and a bias for each behind them."""
+        key = act.numbers
+        if key is None:
             return 0
-        key = op.numbers
         if key not in self._vectors:
             wanted = torch.cat([key.vectors.reshape(-1), key.bias])
             first = self._numbers.take(len(wanted))
@@ -167,10 +160,3 @@ class Bank:
         self._vectors[key].uses += 1
         entry.vectors.append(key)
         return self._vectors[key].first
-
-
-def _encoded(op: Op, place: int, column: int) -> list[int]:
-    count = 0 if op.numbers is None else len(op.numbers.vectors)
-    scale: Any = struct.unpack("i", struct.pack("f", op.scale))[0]
-    flags = int(op.kind) + (SUMMED if op.summed else 0)
-    return [flags, op.start, op.width, place, count, column, scale, 0]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from jackfield.engines.vllm.tables.columns import Columns
-from jackfield.engines.vllm.tables.program import Keeper, Kept, Places
+from jackfield.engines.vllm.tables.ops import Keeper, Kept
+from jackfield.engines.vllm.tables.program import Places
 from jackfield.engines.vllm.tables.trail import Chunk, Cut, Gathered
 from jackfield.interleave.site import Site
 from jackfield.interventions.positions import Positions, Rows
@@ -57,7 +58,7 @@ class Owned:
 
     def kept(self) -> Rows:
         """The positions of which something is kept."""
-        meant = {keeper.positions for keeper in self.request.program.keepers}
+        meant = {keeper.positions for keeper in self.request.program.form.keepers}
         found = [self._fresh(positions) for positions in meant]
         return found[0] if len(found) == 1 else np.unique(np.concatenate([np.empty(0, np.int64), *found]))
 
@@ -196,14 +197,14 @@ class TablePass:
                 numbers.add(number)
         tables.recipes.send()
         numbered = tables.recipes.numbered
-        self.sites = frozenset(site for number in numbers for site in numbered[number].by_site)
+        self.sites = frozenset(site for number in numbers for site in numbered[number].part.by_site)
         self._numbers = frozenset(tables.numbers[site] for site in self.sites)
         self._device_slots: Tensor | None = None
         self._stash: Tensor | None = None
         self._whole: dict[torch.dtype, Tensor] | None = None
         self._gathered: dict[int, Gathered] = {}
         self._picks: dict[tuple[Any, ...], _Picked] = {}
-        self._keeps = any(each.request.program.keepers for each in owned)
+        self._keeps = any(each.request.program.form.keepers for each in owned)
 
     # -- an eager pass
 
@@ -236,7 +237,7 @@ class TablePass:
         """Whether the rows of all sites have room beside each other, and leave as they are."""
         widths = self._buffers.layout().widths
         size = self.total * sum(width * dtype.itemsize for dtype, width in widths.items())
-        plain = all(keeper.reduce is None for each in self._owned for keeper in each.request.program.keepers)
+        plain = all(keeper.reduce is None for each in self._owned for keeper in each.request.program.form.keepers)
         return plain and size <= SMALL_BYTES
 
     def _gather(self, site: Site, kept: dict[torch.dtype, Tensor]) -> None:
@@ -285,7 +286,7 @@ class TablePass:
         found: dict[tuple[Site, torch.dtype], list[_Wanted]] = {}
         for owner, each in enumerate(self._owned):
             rows: dict[tuple[Positions, bool], Rows] = {}
-            for keeper in each.request.program.keepers:
+            for keeper in each.request.program.form.keepers:
                 which = keeper.positions, keeper.reduce == "last"
                 if which not in rows:
                     rows[which] = each.rows(which[0], last=which[1])
@@ -333,7 +334,7 @@ class TablePass:
                 if stop > start:
                     each.request.trail.rows(chunk, start, stop, wanted[number].tolist())
                 start = stop
-            elif each.request.program.keepers and each.position + each.count > each.request.seen:
+            elif each.request.program.form.keepers and each.position + each.count > each.request.seen:
                 fresh = max(each.request.seen, each.position)
                 first, last = each.first + fresh - each.position, each.first + each.count
                 each.request.trail.rows(chunk, first, last, list(range(fresh, each.position + each.count)))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from jackfield.engines.vllm.tables.program import Kept, Op
+from jackfield.engines.vllm.tables.ops import Kept, Op
 from jackfield.interleave.site import Site
 
 Place = tuple[Site, torch.dtype]

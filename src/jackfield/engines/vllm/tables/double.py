@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from jackfield.engines.vllm.tables.program import EDITS, Kind, Op
+from jackfield.engines.vllm.tables.ops import EDITS, Act, Kind, Op
 from jackfield.interventions import rows
 
 
 def run(
     ops: Sequence[Op],
+    acts: Sequence[Act],
     x: Tensor,
     residual: Tensor | None,
     which: Tensor,
@@ -29,10 +30,12 @@ def run(
         if op.kind == Kind.STASH:
             stash[which] = here
         elif op.kind not in EDITS:
-            keep(op, here if op.kind == Kind.CAPTURE else _probed(op, here))
+            keep(op, here if op.kind == Kind.CAPTURE else _probed(acts[op.act], here))
         else:
             made = total.clone()
-            made[:, op.start : op.start + op.width] = stash[which] if op.kind == Kind.RESTORE else _changed(op, here)
+            made[:, op.start : op.start + op.width] = (
+                stash[which] if op.kind == Kind.RESTORE else _changed(op.kind, acts[op.act], here)
+            )
             changed = (made != total).any(-1, keepdim=True)
             own = torch.where(changed, made, own)
             if op.summed and other is not None:
@@ -42,18 +45,18 @@ def run(
         residual[which] = other
 
 
-def _changed(op: Op, here: Tensor) -> Tensor:
-    if op.kind == Kind.SCALE:
-        return rows.scale(here, op.scale)
-    assert op.numbers is not None
-    vectors = op.numbers.vectors.to(here.device)
-    if op.kind == Kind.PROJECT:
-        return rows.project(here, vectors, op.scale)
-    if op.kind == Kind.REPLACE:
+def _changed(kind: Kind, act: Act, here: Tensor) -> Tensor:
+    if kind == Kind.SCALE:
+        return rows.scale(here, act.scale)
+    assert act.numbers is not None
+    vectors = act.numbers.vectors.to(here.device)
+    if kind == Kind.PROJECT:
+        return rows.project(here, vectors, act.scale)
+    if kind == Kind.REPLACE:
         return rows.replace(here, vectors[0])
-    return rows.steer(here, vectors[0], op.scale, op.kind == Kind.STEER_RELATIVE)
+    return rows.steer(here, vectors[0], act.scale, kind == Kind.STEER_RELATIVE)
 
 
-def _probed(op: Op, here: Tensor) -> Tensor:
-    assert op.numbers is not None
-    return rows.probe(here, op.numbers.vectors.to(here.device), op.numbers.bias.to(here.device))
+def _probed(act: Act, here: Tensor) -> Tensor:
+    assert act.numbers is not None
+    return rows.probe(here, act.numbers.vectors.to(here.device), act.numbers.bias.to(here.device))

@@ -10,7 +10,7 @@ from jackfield.engines.vllm.tables import double
 from jackfield.engines.vllm.tables.bank import Bank
 from jackfield.engines.vllm.tables.buffers import Launch
 from jackfield.engines.vllm.tables.columns import Columns
-from jackfield.engines.vllm.tables.program import Op
+from jackfield.engines.vllm.tables.ops import Op
 from jackfield.engines.vllm.tables.recipes import Recipe
 from jackfield.interleave.site import Site
 
@@ -40,7 +40,8 @@ def by_torch(site_of: Callable[[int], Site], recipe_of: Callable[[int], Recipe],
     ) -> None:
         numbers: set[int] = set(cast("list[int]", slots.tolist()))
         for number in sorted(numbers - {-1}):
-            ops = recipe_of(number).by_site.get(site_of(site), ())
+            recipe = recipe_of(number)
+            ops = recipe.part.by_site.get(site_of(site), ())
             which = torch.nonzero(slots == number)[:, 0]
 
             def keep(op: Op, rows: Tensor, which: Tensor = which) -> None:
@@ -48,7 +49,7 @@ def by_torch(site_of: Callable[[int], Site], recipe_of: Callable[[int], Recipe],
                 buffer[which, first : first + rows.shape[1]] = rows
 
             if ops:
-                double.run(ops, x, residual, which, keep, stash[:, : x.shape[1]])
+                double.run(ops, recipe.acts, x, residual, which, keep, stash[:, : x.shape[1]])
 
     return launch
 

@@ -1,13 +1,11 @@
-"""What interventions come down to at each tap: operations on columns of a row, in order.
+"""From interventions to operations.
 
-An `Op` is what the kernel and its double in torch carry out, one after another, for each row that it is meant for.
-Interventions of which every one has such a form make a `Program`; of any other, none does.
+Where every one of them has such a form they make a `Program`; where one has not, none does, and all run as a block.
+What programs have in common but for their numbers is found once, and is their `Form`.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, cast
 
 import torch
@@ -15,7 +13,8 @@ from torch import Tensor
 
 from jackfield.engines.vllm.parts import WHOLE_PART
 from jackfield.engines.vllm.passing import HeadsChannel, StreamChannel
-from jackfield.interleave.site import Port, Site
+from jackfield.engines.vllm.tables.ops import Act, Keeper, Kept, Kind, Numbers, Op, Part
+from jackfield.interleave.site import Site
 from jackfield.interleave.worker import Channel
 from jackfield.interventions.kinds import (
     Capture,
@@ -33,105 +32,37 @@ from jackfield.interventions.positions import Positions
 
 MOST_OPS: Final = 4096
 """Of one request: with more, every step of every row would be long."""
-
 MOST_DIRECTIONS: Final = 64
 """Of one operation: a row has one program for all of them, where more are a matrix product of all rows."""
+NUMBERS: Final = frozenset({"scale", "strength", "factor", "bias"})
+"""The fields of interventions that an Act holds, beside the tensors."""
 
 
-class Kind(IntEnum):
-    """What an operation does to its columns of the row."""
+class Form:
+    """Operations in the order of the pass, each with its positions, and what is kept."""
 
-    STEER = 0
-    STEER_RELATIVE = 1
-    PROJECT = 2
-    SCALE = 3
-    REPLACE = 4
-    CAPTURE = 5
-    PROBE = 6
-    STASH = 7
-    RESTORE = 8
+    def __init__(self, ops: Sequence[tuple[Positions, Op]], keepers: Sequence[Keeper]) -> None:
+        self._ops, self.keepers = ops, keepers
+        self.positions = tuple(dict.fromkeys(positions for positions, _ in ops))
+        self._parts: dict[frozenset[Positions], Part] = {}
 
-
-EDITS: Final = frozenset({Kind.STEER, Kind.STEER_RELATIVE, Kind.PROJECT, Kind.SCALE, Kind.REPLACE, Kind.RESTORE})
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What a row leaves behind: `width` numbers of `dtype`, in columns that requests who keep the same share."""
-
-    place: str
-    site: Site
-    width: int
-    dtype: torch.dtype
-    columns: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Numbers:
-    """What an operation multiplies rows with: `vectors` [n, width] and `bias` [n], float32. Known by its contents."""
-
-    vectors: Tensor
-    bias: Tensor
-    digest: bytes
-
-    @classmethod
-    def of(cls, vectors: Tensor, bias: Tensor | None = None) -> "Numbers":
-        """Of vectors [n, width] and a bias [n], which is 0 where none is given; both on the CPU."""
-        wide = vectors.float().cpu().contiguous()
-        own = torch.zeros(len(wide)) if bias is None else bias.float().cpu().contiguous()
-        digest = hashlib.blake2b(wide.numpy().tobytes(), digest_size=16)
-        digest.update(own.numpy().tobytes())
-        return cls(wide, own, digest.digest())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Numbers) and self.vectors.shape == other.vectors.shape and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One operation at one site, on `width` columns from `start` on.
-
-    `summed`: of the row that is the sum of both halves. `column` counts from the first column of `kept`.
-    """
-
-    kind: Kind
-    site: Site
-    summed: bool
-    start: int
-    width: int
-    scale: float = 0.0
-    numbers: Numbers | None = None
-    kept: Kept | None = None
-    column: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Keeper:
-    """One entry of `Result.saved`: rows of `shape` at these positions, or what `reduce` makes of them."""
-
-    kept: Kept
-    place: Place
-    shape: tuple[int, ...]
-    reduce: str | None
-    positions: Positions
+    def part(self, meant: frozenset[Positions]) -> Part:
+        """The operations for rows at these of the positions."""
+        if meant not in self._parts:
+            by_site: dict[Site, list[Op]] = {}
+            for positions, op in self._ops:
+                if positions in meant:
+                    by_site.setdefault(op.site, []).append(op)
+            self._parts[meant] = Part(by_site)
+        return self._parts[meant]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Program:
-    """What interventions come down to, whatever the prompt: operations in the order of the pass, and their positions.
+    """A form and its numbers. Requests with the same interventions share one."""
 
-    Requests with the same interventions share one.
-    """
-
-    ops: tuple[tuple[Positions, Op], ...]
-    keepers: tuple[Keeper, ...]
-    positions: tuple[Positions, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "positions", tuple(dict.fromkeys(positions for positions, _ in self.ops)))
+    form: Form
+    acts: tuple[Act, ...]
 
 
 class Untold(Exception):
@@ -145,6 +76,7 @@ class Places:
     channels: Mapping[tuple[str, int | None], Channel]
     widths: Mapping[Site, int]
     dtype: torch.dtype
+    forms: dict[tuple[Any, ...], Form | None] = field(default_factory=dict[tuple[Any, ...], "Form | None"])
 
     def channel(self, place: Place) -> StreamChannel:
         """The channel of a value that is rows of a tap, whole. Untold for any other."""
@@ -161,6 +93,27 @@ def program(
     interventions: Sequence[Intervention], num_layers: int, shapes: Mapping[str, tuple[int, ...]], known: Places
 ) -> Program | None:
     """The program of interventions; None where one of them has none. `shapes` are those of a kept row."""
+    key = tuple(_key(each) for each in interventions)
+    if key not in known.forms:
+        if len(known.forms) >= MOST_FORMS:
+            known.forms.clear()
+        known.forms[key] = _form(interventions, num_layers, shapes, known)
+    form = known.forms[key]
+    return None if form is None else Program(form, tuple(map(_act, interventions)))
+
+
+MOST_FORMS: Final = 1024
+
+
+def _key(each: Intervention) -> tuple[Any, ...]:
+    """All of an intervention but its numbers."""
+    named = [(name.name, getattr(each, name.name)) for name in fields(cast("Any", each)) if name.name not in NUMBERS]
+    return type(each), *(tuple(value.shape) if isinstance(value, Tensor) else value for _, value in named)
+
+
+def _form(
+    interventions: Sequence[Intervention], num_layers: int, shapes: Mapping[str, tuple[int, ...]], known: Places
+) -> Form | None:
     try:
         visits = [
             visit
@@ -170,9 +123,24 @@ def program(
     except Untold:
         return None
     visits.sort(key=lambda visit: visit.order)
-    ops = tuple((visit.positions, op) for visit in visits for op in visit.ops)
-    keepers = tuple(visit.keeper for visit in visits if visit.keeper is not None)
-    return Program(ops, keepers) if len(ops) <= MOST_OPS else None
+    ops = [(visit.positions, op) for visit in visits for op in visit.ops]
+    return Form(ops, [visit.keeper for visit in visits if visit.keeper is not None]) if len(ops) <= MOST_OPS else None
+
+
+def _act(each: Intervention) -> Act:
+    match each:
+        case Steer(vector=vector, scale=scale):
+            return Act(float(scale), Numbers.of(cast("Tensor", vector)[None]))
+        case Project(directions=basis, strength=strength):
+            return Act(float(strength), Numbers.of(cast("Tensor", basis)))
+        case Replace(value=value):
+            return Act(0.0, Numbers.of(cast("Tensor", value)[None]))
+        case Scale(factor=factor):
+            return Act(float(factor))
+        case Probe(directions=directions, bias=bias):
+            return Act(0.0, Numbers.of(cast("Tensor", directions), cast("Tensor | None", bias)))
+        case _:
+            return Act()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,60 +154,67 @@ class _Visit:
 def _visits(
     number: int, each: Intervention, num_layers: int, shapes: Mapping[str, tuple[int, ...]], known: Places
 ) -> Iterator[_Visit]:
-    if not isinstance(each, Steer | Project | Scale | Replace | Skip | Capture | Probe):
-        raise Untold
-    if isinstance(each, Probe) and each.top_k is not None:
-        raise Untold
-    positions, act = cast("Positions", each.positions), _act(each)
-    if act.numbers is not None and len(act.numbers.vectors) > MOST_DIRECTIONS:
-        raise Untold
+    kind, vectors = _kind(each), _vectors(each)
+    positions = cast("Positions", cast("Any", each).positions)
     for place in places(each, num_layers):
         if place.value.token_axis is None:
             raise Untold
         channel = known.channel(place)
         if isinstance(each, Skip):
             entering = Place("layer_input", place.layer)
-            entrance = known.channel(entering)
-            yield _Visit((entering.rank, 1, number), positions, [_whole(Kind.STASH, entrance, known)])
-            yield _Visit((place.rank, 0, number), positions, [_whole(Kind.RESTORE, channel, known)])
+            stash = _whole(Kind.STASH, known.channel(entering), known, number)
+            yield _Visit((entering.rank, 1, number), positions, [stash])
+            yield _Visit((place.rank, 0, number), positions, [_whole(Kind.RESTORE, channel, known, number)])
             continue
-        columns = _columns(cast("Any", each.heads), channel, known, act.numbers)
+        columns = _columns(cast("Any", each).heads, channel, known, vectors)
+        count = 0 if vectors is None else len(vectors)
+        ops = [Op(kind, channel.site, channel.summed, start, width, number, count) for start, width in columns]
         if isinstance(each, Capture | Probe):
-            yield _keeping(number, each, act, place, channel, columns, shapes[str(place)], known)
+            yield _keeping(number, each, place, ops, shapes[str(place)], known)
         else:
-            ops = [
-                replace(act, site=channel.site, summed=channel.summed, start=start, width=width)
-                for start, width in columns
-            ]
             yield _Visit((place.rank, 0, number), positions, ops)
 
 
-def _act(each: Intervention) -> Op:
-    """What is done, wherever it will be."""
-    nowhere = Site("", Port.OUTPUT)
-    match each:
-        case Steer(vector=vector, scale=scale, relative=relative):
-            kind = Kind.STEER_RELATIVE if relative else Kind.STEER
-            return Op(kind, nowhere, False, 0, 0, float(scale), Numbers.of(cast("Tensor", vector)[None]))
-        case Project(directions=basis, strength=strength):
-            return Op(Kind.PROJECT, nowhere, False, 0, 0, float(strength), Numbers.of(cast("Tensor", basis)))
-        case Replace(value=value):
-            return Op(Kind.REPLACE, nowhere, False, 0, 0, 0.0, Numbers.of(cast("Tensor", value)[None]))
-        case Scale(factor=factor):
-            return Op(Kind.SCALE, nowhere, False, 0, 0, float(factor))
-        case Probe(directions=directions, bias=bias):
-            numbers = Numbers.of(cast("Tensor", directions), cast("Tensor | None", bias))
-            return Op(Kind.PROBE, nowhere, False, 0, 0, 0.0, numbers)
-        case _:
-            return Op(Kind.CAPTURE, nowhere, False, 0, 0)
+def _kind(each: Intervention) -> Kind:
+    """What is done. Untold for what has no operation."""
+    if isinstance(each, Steer):
+        return Kind.STEER_RELATIVE if each.relative else Kind.STEER
+    if isinstance(each, Probe) and each.top_k is not None:
+        raise Untold
+    kinds: Mapping[type, Kind] = {
+        Project: Kind.PROJECT,
+        Scale: Kind.SCALE,
+        Replace: Kind.REPLACE,
+        Capture: Kind.CAPTURE,
+        Probe: Kind.PROBE,
+        Skip: Kind.RESTORE,
+    }
+    if type(each) not in kinds:
+        raise Untold
+    return kinds[type(each)]
 
 
-def _whole(kind: Kind, channel: StreamChannel, known: Places) -> Op:
-    return Op(kind, channel.site, channel.summed, 0, known.widths[channel.site])
+def _vectors(each: Intervention) -> Tensor | None:
+    """[n, width], if it has any. Untold for too many."""
+    vectors = next(
+        (value for name in ("vector", "value", "directions") if (value := getattr(each, name, None)) is not None), None
+    )
+    if vectors is None:
+        return None
+    found = cast("Tensor", vectors)
+    if found.ndim == 1:
+        return found[None]
+    if len(found) > MOST_DIRECTIONS:
+        raise Untold
+    return found
+
+
+def _whole(kind: Kind, channel: StreamChannel, known: Places, number: int) -> Op:
+    return Op(kind, channel.site, channel.summed, 0, known.widths[channel.site], number)
 
 
 def _columns(
-    heads: tuple[int, ...] | None, channel: StreamChannel, known: Places, numbers: Numbers | None
+    heads: tuple[int, ...] | None, channel: StreamChannel, known: Places, vectors: Tensor | None
 ) -> list[tuple[int, int]]:
     """Where rows begin in what passes at the site, and how wide each is: one, or one per head."""
     whole = known.widths[channel.site]
@@ -249,31 +224,25 @@ def _columns(
         width = whole // channel.num_heads
         picked = range(channel.num_heads) if heads is None else heads
         found = [(head * width, width) for head in picked]
-    if numbers is not None and numbers.vectors.shape[-1] != found[0][1]:
+    if vectors is not None and vectors.shape[-1] != found[0][1]:
         raise Untold  # the block says so, when it comes to it
     return found
 
 
 def _keeping(
-    number: int,
-    each: Capture | Probe,
-    act: Op,
-    place: Place,
-    channel: StreamChannel,
-    columns: Sequence[tuple[int, int]],
-    shape: Sequence[int],
-    known: Places,
+    number: int, each: Capture | Probe, place: Place, ops: Sequence[Op], shape: Sequence[int], known: Places
 ) -> _Visit:
-    is_probe = act.numbers is not None
-    if not is_probe and place.value.dtype != "model":
+    if isinstance(each, Capture) and place.value.dtype != "model":
         raise Untold
-    width = len(act.numbers.vectors) if act.numbers is not None else columns[0][1]
-    kept = Kept(
-        str(place), channel.site, width * len(columns), torch.float32 if is_probe else known.dtype, tuple(columns)
-    )
-    ops = [
-        replace(act, site=channel.site, summed=channel.summed, start=start, width=size, kept=kept, column=index * width)
-        for index, (start, size) in enumerate(columns)
+    width = ops[0].count if isinstance(each, Probe) else ops[0].width
+    dtype = torch.float32 if isinstance(each, Probe) else known.dtype
+    columns = tuple((op.start, op.width) for op in ops)
+    kept = Kept(str(place), ops[0].site, width * len(ops), dtype, columns)
+    keeping = [
+        Op(op.kind, op.site, op.summed, op.start, op.width, number, op.count, kept, index * width)
+        for index, op in enumerate(ops)
     ]
     positions = cast("Positions", each.positions)
-    return _Visit((place.rank, 0, number), positions, ops, Keeper(kept, place, tuple(shape), each.reduce, positions))
+    return _Visit(
+        (place.rank, 0, number), positions, keeping, Keeper(kept, place, tuple(shape), each.reduce, positions)
+    )

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from jackfield.engines.vllm.tables.bank import Bank, Entry
 from jackfield.engines.vllm.tables.columns import Columns
-from jackfield.engines.vllm.tables.program import Op, Program
-from jackfield.interleave.site import Site
+from jackfield.engines.vllm.tables.ops import Act, Part
+from jackfield.engines.vllm.tables.program import Program
 from jackfield.interventions.positions import Positions, Selected
 
 
@@ -17,7 +17,8 @@ class Recipe:
 
     number: int
     key: "Key"
-    by_site: Mapping[Site, Sequence[Op]]
+    part: Part
+    acts: Sequence[Act]
     entry: Entry | None
     uses: int = 0
 
@@ -82,16 +83,13 @@ class Recipes:
         return recipe
 
     def _made(self, key: Key) -> Recipe | None:
-        by_site: dict[Site, list[Op]] = {}
         program, meant = key
-        for positions, op in program.ops:
-            if positions in meant:
-                by_site.setdefault(op.site, []).append(op)
+        part = program.form.part(meant)
         if self._bank is None:
             free = next(number for number in range(len(self.numbered) + 1) if number not in self.numbered)
-            return Recipe(free, key, by_site, None)
-        entry = self._bank.add(by_site, self._columns)
-        return None if entry is None else Recipe(entry.number, key, by_site, entry)
+            return Recipe(free, key, part, program.acts, None)
+        entry = self._bank.add(part, program.acts, self._columns)
+        return None if entry is None else Recipe(entry.number, key, part, program.acts, entry)
 
 
 def _edges(several: Iterable[Selected], end: int) -> list[int]:

@@ -41,13 +41,13 @@ class Tabled:
     ) -> None:
         self.name, self.program, self.selected, self.segments = name, program, selected, segments
         self.seen = 0
-        self.trail = Trail(program.keepers, selected)
+        self.trail = Trail(program.form.keepers, selected)
         self._here = 0  # the segment of the newest position
 
     def sites(self, start: int, stop: int) -> set[Site]:
         """Where something is done to rows of these positions."""
         own = (each.recipe for each in self._from(start) if each.start < stop)
-        return {site for recipe in own if recipe is not None for site in recipe.by_site}
+        return {site for recipe in own if recipe is not None for site in recipe.part.by_site}
 
     def runs(self, start: int, count: int) -> list[tuple[int, int, int]]:
         """What so many rows from position `start` on want: (first row, after the last, number of the recipe)."""
@@ -101,7 +101,7 @@ class Tables:
         if known.program is None or not self._hold(known.program):
             return False
         length, end = sent.prompt_length, sent.prompt_length + sent.max_tokens - 1
-        selected = {positions: select(positions, length, end) for positions in known.program.positions}
+        selected = {positions: select(positions, length, end) for positions in known.program.form.positions}
         segments = self.recipes.segments(known.program, selected, end)
         if segments is None:
             self._let_go(known.program)
@@ -159,7 +159,7 @@ class Tables:
             return True
         if self.columns.total > MOST_COLUMNS // 2:
             self.columns.clear()  # those that nobody has any more, if nobody has any
-        for keeper in made.keepers:
+        for keeper in made.form.keepers:
             self.columns.take(keeper.kept)
         if self.columns.total <= MOST_COLUMNS:
             return True
@@ -170,7 +170,7 @@ class Tables:
         self._uses[made] -= 1
         if not self._uses[made]:
             del self._uses[made]
-            for keeper in made.keepers:
+            for keeper in made.form.keepers:
                 self.columns.give(keeper.kept)
 
 

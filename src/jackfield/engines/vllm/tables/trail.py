@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from jackfield.engines.vllm.tables.program import Keeper, Kept
+from jackfield.engines.vllm.tables.ops import Keeper, Kept
 from jackfield.interventions.kept import AllRows, LastRow, MeanRow
 from jackfield.interventions.kept import Kept as Keeping
 from jackfield.interventions.positions import Selected
