@@ -9,6 +9,7 @@ too late is found.
 import contextvars
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ class Worker:
         self.waiting_step = -1
         self.passing: Any = None
         self.done = False
-        self.stopped = False
+        self._stopped = False
         self.error: Exception | None = None
         self.interrupt: BaseException | None = None
         self.returned: Any = None
@@ -137,6 +138,15 @@ class Worker:
         """The worker whose block is running now, in this thread."""
         running = greenlet.getcurrent()
         return running.worker if isinstance(running, _BlockGreenlet) else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the request ends after the step that goes on."""
+        return self._stopped
+
+    def stop(self) -> None:
+        """Ends the request after this step."""
+        self._stopped = True
 
     # -- the engine's side
 
@@ -299,15 +309,19 @@ class Worker:
         assert self._engine is not None
         return self._engine.switch()
 
+    def aside(self) -> AbstractContextManager[object]:
+        """In which what the block asks for is computed as if it had set no mode of torch's."""
+        return self._modes.aside()
+
     def _copy(self, channel: Channel, selection: Selection) -> Any:
-        with self._modes.aside():
+        with self.aside():
             if not torch.is_inference_mode_enabled():
                 return channel.read(self.passing, self, selection)
             with torch.inference_mode(False), torch.no_grad():  # a tensor born in it has no version counter
                 return channel.read(self.passing, self, selection)
 
     def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
-        with self._modes.aside():
+        with self.aside():
             if torch.is_inference_mode_enabled() or not self._modes.is_inference:
                 channel.write(self.passing, self, selection, value)
                 return

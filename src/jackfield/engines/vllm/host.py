@@ -20,8 +20,8 @@ from jackfield.engines.vllm.recorder import PLAIN, PROBE, Recorder, rows_of
 from jackfield.engines.vllm.rows import Row
 from jackfield.engines.vllm.shipping import Ends, Interventions, Shipment, loads
 from jackfield.engines.vllm.tables.buffers import Owned, TablePass
-from jackfield.engines.vllm.tables.program import EDITS
-from jackfield.engines.vllm.tables.tables import Tables
+from jackfield.engines.vllm.tables.ops import EDITS
+from jackfield.engines.vllm.tables.tables import Tabled, Tables
 from jackfield.engines.vllm.taps import NOW
 from jackfield.errors import TracingError
 from jackfield.interleave.reference import Shared
@@ -142,7 +142,7 @@ class Host:
         if companion is not None:
             return companion.worker.wrote
         tabled = None if self.tables is None else self.tables.requests.get(request_id)
-        return request_id in self._edited if tabled is None else any(op.kind in EDITS for _, op in tabled.program.ops)
+        return request_id in self._edited if tabled is None else _edits(tabled)
 
     def end(self, name: str) -> Fate:
         """What became of the block of a request that has ended, by the client's name for it. It is forgotten here."""
@@ -255,6 +255,13 @@ def of_placed(requests: Mapping[str, Companion], rows: Sequence[Row]) -> list[Pl
         for index, (request_id, first, count, position) in enumerate(rows)
         if request_id in requests and count
     ]
+
+
+def _edits(tabled: Tabled) -> bool:
+    """Whether there is more among its operations than what keeps rows."""
+    form = tabled.program.form
+    ops = form.part(frozenset(form.positions)).by_site.values()
+    return any(op.kind in EDITS for of_site in ops for op in of_site)
 
 
 def _tabled(tables: Tables, rows: Sequence[Row], total: int) -> TablePass | None:

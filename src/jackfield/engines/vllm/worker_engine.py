@@ -1,6 +1,7 @@
 """The engine that blocks have in a worker process: it serves values out of the passes of the runner beside it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
@@ -242,11 +243,13 @@ class WorkerEngine(Served):
             return f"tensor_parallel_size={self.ranks.size} gives the logits to one rank alone on this platform"
         return reason
 
-    def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if norm and self.structure.final_norms:
-            rows = self.loaded.get_submodule(self.structure.final_norms[-1])(rows)
-        return self.compute_logits(rows).view(*x.shape[:-1], -1)
+    def _project(self, x: Tensor, *, norm: bool) -> Tensor:
+        worker = Worker.current()  # none where the client asks
+        with nullcontext() if worker is None else worker.aside():
+            rows = x.reshape(-1, x.shape[-1])
+            if norm and self.structure.final_norms:
+                rows = self.loaded.get_submodule(self.structure.final_norms[-1])(rows)
+            return self.compute_logits(rows).view(*x.shape[:-1], -1)
 
     def raw_channel(self, path: str, port: str) -> Channel:
         if (path, port) not in self._raw:
