@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils.flop_counter import FlopCounterMode
 
 import jackfield as jf
 from jackfield.interleave.interleaver import Interleaver
@@ -139,3 +142,166 @@ def test_a_change_after_the_block_has_moved_on_is_seen(size: int, dropped: bool)
         interleaver.meet(interleaver.slot(site.site), torch.ones(size))
     assert isinstance(worker.error, jf.OutOfOrder)
     assert "a of step 0 was changed in place after" in str(worker.error)
+
+
+class Writable(Anywhere):
+    """One that can be written to as well."""
+
+    def write(self, passing: torch.Tensor, worker: Worker, selection: Selection, value: torch.Tensor) -> None:
+        passing.copy_(value)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def stacks() -> tuple[Any, ...]:
+    layers = torch._C._functorch.get_dynamic_layer_stack_depth()  # type: ignore[attr-defined]
+    flag = torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    return *state(), torch._C._len_torch_dispatch_stack(), flag, layers, torch.get_default_dtype()  # type: ignore[attr-defined]
+
+
+def run(body: Callable[[Worker, list[Writable]], object], *, inference: bool) -> tuple[Worker, list[torch.Tensor]]:
+    """A block over three values of ones, whose engine finds its modes as they were; and what the values are then."""
+    worker, sites = Worker(Rows(0, 0, 1)), [Writable(name) for name in "abc"]
+    worker.body = lambda: body(worker, sites)
+    with torch.inference_mode(inference), Counting() if not inference else no_mode():
+        passed, before = [torch.ones(3) for _ in sites], stacks()
+        interleaver = Interleaver([worker], lambda slot: None)
+        interleaver.start()
+        assert stacks() == before
+        interleaver.begin(0)
+        for site, tensor in zip(sites, passed, strict=True):
+            interleaver.meet(interleaver.slot(site.site), tensor)
+            assert stacks() == before
+        interleaver.finish(worker)
+        assert stacks() == before
+    assert torch.get_default_dtype() is torch.float32
+    return worker, passed
+
+
+def counts(worker: Worker, sites: list[Writable]) -> object:
+    with Counting() as mode:
+        first = worker.read(sites[0])
+        first += 1
+        second = worker.read(sites[1]) + first
+    return mode.count, second.tolist()
+
+
+def counts_flops(worker: Worker, sites: list[Writable]) -> object:
+    with FlopCounterMode(display=False) as mode:
+        first = worker.read(sites[0])
+        first += 1
+        second = first[None] @ worker.read(sites[1])[:, None]
+    return mode.get_total_flops(), second.tolist()
+
+
+def leaves_one_open(worker: Worker, sites: list[Writable]) -> object:
+    mode = Counting()
+    mode.__enter__()
+    first = worker.read(sites[0])
+    first += 1
+    worker.read(sites[1])
+    return mode.count
+
+
+def maps(worker: Worker, sites: list[Writable]) -> object:
+    first = worker.read(sites[0])
+    first += 1
+    return torch.func.vmap(lambda i: i * worker.read(sites[1]))(torch.arange(2.0)).tolist()
+
+
+def differentiates(worker: Worker, sites: list[Writable]) -> object:
+    worker.read(sites[0]).add_(1)
+    with torch.inference_mode(False):
+        return torch.func.grad(lambda x: (x * worker.read(sites[1]) * x).sum())(torch.full((3,), 2.0)).tolist()
+
+
+def in_another_dtype(worker: Worker, sites: list[Writable]) -> object:
+    torch.set_default_dtype(torch.float64)
+    worker.read(sites[0]).add_(1)
+    worker.read(sites[1])
+    return torch.ones(1).dtype
+
+
+def in_inference_mode(worker: Worker, sites: list[Writable]) -> object:
+    with torch.inference_mode():
+        worker.read(sites[0]).add_(1)
+    worker.read(sites[1])
+    return None
+
+
+def out_of_inference_mode(worker: Worker, sites: list[Writable]) -> object:
+    with torch.inference_mode(False):
+        first = worker.read(sites[0])
+    first.add_(1)
+    with torch.inference_mode(False):
+        worker.read(sites[1])
+        return torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    ("body", "returned"),
+    [
+        (counts, (2, [3.0] * 3)),
+        (counts_flops, (6, [[6.0]])),
+        (leaves_one_open, 1),
+        (maps, [[0.0] * 3, [1.0] * 3]),
+        (differentiates, [4.0] * 3),
+        (in_another_dtype, torch.float64),
+        (in_inference_mode, None),
+        (out_of_inference_mode, False),
+    ],
+)
+def test_an_edit_lands_in_whatever_mode_it_is_made(body: Any, returned: Any, inference: bool) -> None:
+    """Kills: an engine that goes on in a mode of its block's, in which operations are others, or fail."""
+    worker, passed = run(body, inference=inference)
+    assert worker.error is None
+    assert worker.returned == returned
+    assert [tensor.tolist() for tensor in passed] == [[2.0] * 3, [1.0] * 3, [1.0] * 3]
+
+
+def fakes(worker: Worker, sites: list[Writable]) -> object:
+    with FakeTensorMode():
+        worker.read(sites[0])
+
+
+def assigns_in_a_map(worker: Worker, sites: list[Writable]) -> object:
+    def assign(i: torch.Tensor) -> torch.Tensor:
+        worker.write(sites[0], i * torch.ones(3))
+        return i
+
+    return torch.func.vmap(assign)(torch.arange(2.0))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        (fakes, jf.TracingError, "cannot read or write a value inside a FakeTensorMode"),
+        (assigns_in_a_map, jf.EditMismatch, "a was assigned a tensor of a transform"),
+    ],
+)
+def test_what_cannot_be_carried_over_is_refused(body: Any, error: Any, message: str, inference: bool) -> None:
+    worker, passed = run(body, inference=inference)
+    assert isinstance(worker.error, error)
+    assert message in str(worker.error)
+    assert [tensor.tolist() for tensor in passed] == [[1.0] * 3] * 3
+
+
+def test_a_block_that_closes_a_mode_of_its_engine_is_told() -> None:
+    worker = Worker(Rows(0, 0, 1))
+    worker.body = _pop_mode
+    _push_mode(Counting())
+    with pytest.raises(jf.TracingError, match="closed a mode of torch's that it had not opened"):
+        Interleaver([worker], lambda slot: None).start()
+    assert torch.is_grad_enabled()

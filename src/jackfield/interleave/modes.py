@@ -1,36 +1,110 @@
 """The torch modes of a block: greenlets share those of their thread, so each hand-over puts them away and back."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
-from torch import is_grad_enabled, is_inference_mode_enabled
+from torch import get_default_dtype, is_grad_enabled, is_inference_mode_enabled, set_default_dtype
 from torch._C import (
+    _functorch,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportAttributeAccessIssue]
     _is_any_autocast_enabled,  # pyright: ignore[reportPrivateUsage]
+    _len_torch_dispatch_stack,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
     _len_torch_function_stack,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
     _set_grad_enabled,  # pyright: ignore[reportPrivateUsage]
 )
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
+
+from jackfield.errors import TracingError
+
+_transforms = cast("Any", _functorch)  # of torch.func: vmap, grad and their like, each of which is a layer
+_num_layers: Callable[[], int] = _transforms.get_dynamic_layer_stack_depth
+_push_layer: Callable[[Any], None] = _transforms.push_dynamic_layer_stack
+_pop_layer: Callable[[], Any] = _transforms.pop_dynamic_layer_stack
 
 _Autocast = tuple[tuple[str, bool, torch.dtype], ...]  # of each kind of device: whether it is on, and to what
+_State = tuple[bool, bool, bool, int, int, int, torch.dtype]
+"""Gradients, inference mode, autocast of any kind, function modes, dispatch modes, layers of torch.func, and the dtype
+of tensors that are made of nothing.
+"""
+
+
+def _state() -> _State:
+    return (
+        is_grad_enabled(),
+        is_inference_mode_enabled(),
+        _is_any_autocast_enabled(),
+        _len_torch_function_stack(),
+        _len_torch_dispatch_stack(),
+        _num_layers(),
+        get_default_dtype(),
+    )
+
+
+class _Stacks:
+    """Modes that stand on stacks, taken off them: `with torch.device(...)`, a FlopCounterMode, `torch.func.vmap`."""
+
+    def __init__(self) -> None:
+        self._layers = list[Any]()
+        self._dispatch = list[TorchDispatchMode]()
+        self._functions = list[TorchFunctionMode]()
+
+    def take(self, functions: int, dispatch: Sequence[TorchDispatchMode], layers: int) -> None:
+        """All but so many function modes, these dispatch modes and so many layers.
+
+        A mode of torch's own machinery, a FakeTensorMode, is closed: it keeps more than what stands on the stack.
+        """
+        self._layers = [_pop_layer() for _ in range(_num_layers() - layers)]
+        self._dispatch = []
+        if _len_torch_dispatch_stack() > len(dispatch):
+            for mode in reversed(_opened(dispatch)):
+                if mode.is_infra_mode():
+                    mode.__exit__(None, None, None)
+                else:
+                    TorchDispatchMode.__exit__(mode, None, None, None)
+                    self._dispatch.append(mode)
+        self._functions = [_pop_mode() for _ in range(_len_torch_function_stack() - functions)]
+
+    def put_back(self) -> None:
+        """As they were."""
+        for mode in reversed(self._functions):
+            _push_mode(mode)
+        for mode in reversed(self._dispatch):
+            TorchDispatchMode.__enter__(mode)
+        for layer in reversed(self._layers):
+            _push_layer(layer)
+        self._functions, self._dispatch, self._layers = [], [], []
+
+
+def _opened(before: Sequence[TorchDispatchMode]) -> list[TorchDispatchMode]:
+    """Dispatch modes that stand there and are none of these, the last one opened last."""
+    known = [id(mode) for mode in before]
+    return [mode for mode in _get_current_dispatch_mode_stack() if id(mode) not in known]
 
 
 class BlockModes:
     """What a block has set of torch's thread-wide modes, while it waits.
 
-    Gradients on or off, inference mode, autocast, and function modes (`with torch.device(...)`): the engine finds its
-    own as it left them, and the block its own. A block starts with the autocast that its trace stands in.
+    Gradients on or off, inference mode, autocast, the default dtype, function modes (`with torch.device(...)`),
+    dispatch modes and the layers of torch.func: the engine finds its own as it left them, and the block its own. A
+    block starts with the autocast that its trace stands in.
     """
 
     def __init__(self) -> None:
         self._grad_enabled = False
-        self._functions: list[TorchFunctionMode] = []
+        self._stacks = _Stacks()
+        self._dtype: torch.dtype | None = None
         self._autocast: _Autocast | None = None  # None: off, which is most of the time, and costs one question
         self._off = _disabled(_autocast())
         self._began = False
-        self._engine = (False, False, False, 0)  # gradients, inference mode, autocast of any kind, function modes
-        self._alike: tuple[bool, bool, bool, int] | None = None  # the same of both sides, with nothing to hand over
+        self._engine: _State = (False, False, False, 0, 0, 0, torch.float32)
+        self._alike: _State | None = None  # the same of both sides, with nothing to hand over
         self._engine_autocast: _Autocast | None = None
+        self._engine_dispatch: Sequence[TorchDispatchMode] = ()
         self._guard: torch.inference_mode | None = None
 
     def enter(self) -> None:
@@ -40,73 +114,128 @@ class BlockModes:
             is_inference_mode_enabled(),
             _is_any_autocast_enabled(),
             _len_torch_function_stack(),
+            _len_torch_dispatch_stack(),
+            _num_layers(),
+            get_default_dtype(),
         )
         if engine == self._alike:
             return
         self._engine, self._alike = engine, None
-        if engine[2] or self._autocast is not None:
+        self._engine_dispatch = _get_current_dispatch_mode_stack() if engine[4] else ()
+        self._enter_autocast(engine[2])
+        if self._guard is not None:
+            self._guard.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
+            self._guard = None
+        if self._dtype is not None and self._dtype is not engine[6]:
+            set_default_dtype(self._dtype)
+        self._stacks.put_back()
+        if self._grad_enabled != is_grad_enabled():
+            _set_grad_enabled(self._grad_enabled)
+
+    def _enter_autocast(self, is_on: bool) -> None:
+        if is_on or self._autocast is not None:
             self._engine_autocast = autocast = _autocast()
             if self._began:
                 _change_autocast(autocast, self._autocast or _disabled(autocast))
         else:
             self._engine_autocast = None
-        if self._guard is not None:
-            self._guard.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
-            self._guard = None
-        for mode in reversed(self._functions):
-            _push_mode(mode)
-        if self._grad_enabled != is_grad_enabled():
-            _set_grad_enabled(self._grad_enabled)
 
     def leave(self) -> None:
-        """The block waits, or has ended."""
+        """The block waits, or has ended. TracingError where it has closed a mode that it had not opened."""
         own = (
             is_grad_enabled(),
             is_inference_mode_enabled(),
             _is_any_autocast_enabled(),
             _len_torch_function_stack(),
+            _len_torch_dispatch_stack(),
+            _num_layers(),
+            get_default_dtype(),
         )
         if own == self._alike:
             return
-        grad_enabled, _, autocast, depth = own
-        engine_grad_enabled, engine_inference, _, engine_depth = self._engine
-        self._began, self._grad_enabled = True, grad_enabled
-        self._functions = [_pop_mode() for _ in range(depth - engine_depth)]
-        self._autocast = _autocast() if autocast else None
-        self._alike = own if own == self._engine and not autocast and self._engine_autocast is None else None
+        engine = self._engine
+        self._began, self._grad_enabled, self._dtype = True, own[0], own[6] if own[6] is not engine[6] else None
+        self._stacks.take(engine[3], self._engine_dispatch, engine[5])
+        self._autocast = _autocast() if own[2] else None
+        self._alike = own if own == engine and not own[2] and self._engine_autocast is None else None
         if self._autocast is not None or self._engine_autocast is not None:
             _change_autocast(_autocast(), self._engine_autocast or self._off)
-        if is_inference_mode_enabled() != engine_inference:
-            self._guard = torch.inference_mode(engine_inference)
+        if is_inference_mode_enabled() != engine[1]:
+            self._guard = torch.inference_mode(engine[1])
             self._guard.__enter__()
-        if is_grad_enabled() != engine_grad_enabled:
-            _set_grad_enabled(engine_grad_enabled)
+        if is_grad_enabled() != engine[0]:
+            _set_grad_enabled(engine[0])
+        if own[6] is not engine[6]:
+            set_default_dtype(engine[6])
+        if self._alike is None and _state() != engine:
+            raise TracingError(
+                "The block has closed a mode of torch's that it had not opened: leave that to its owner."
+            )
+
+    def check(self) -> None:
+        """TracingError where the block stands in a mode that cannot wait with it."""
+        if _len_torch_dispatch_stack() > self._engine[4]:
+            for mode in _opened(self._engine_dispatch):
+                if mode.is_infra_mode():
+                    raise TracingError(
+                        f"A block cannot read or write a value inside a {type(mode).__name__}, in which the model "
+                        "would run on: do so before, or leave the mode."
+                    )
+
+    def aside(self) -> AbstractContextManager[object]:
+        """In which values are cut out and put back: as if the block had set nothing, and without autocast, in which
+        scores would be rounded. Gradients and inference mode are left alone.
+        """
+        engine = self._engine
+        is_plain = (
+            not _is_any_autocast_enabled()
+            and _len_torch_function_stack() == engine[3]
+            and _len_torch_dispatch_stack() == engine[4]
+            and _num_layers() == engine[5]
+            and get_default_dtype() is torch.float32
+        )
+        return _NOTHING if is_plain else self._aside()
+
+    @contextmanager
+    def _aside(self) -> Generator[None]:
+        self.check()
+        stacks, dtype = _Stacks(), get_default_dtype()
+        stacks.take(self._engine[3], self._engine_dispatch, self._engine[5])
+        set_default_dtype(torch.float32)
+        try:
+            with _autocast_off():
+                yield
+        finally:
+            set_default_dtype(dtype)
+            stacks.put_back()
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether the engine runs in inference mode: tensors that pass can be written to there alone."""
+        return self._engine[1]
+
+
+def is_of_transform(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for others, inside a `torch.func` transform: outside of it, it is none."""
+    return _transforms.is_functorch_wrapped_tensor(tensor)
+
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 @contextmanager
 def modes_restored() -> Generator[None]:
     """Torch's modes after it as before it, also where an interrupt has ended a hand-over halfway."""
-    depth, grad, inference = _len_torch_function_stack(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast = _autocast()
+    before, autocast, dispatch = _state(), _autocast(), _get_current_dispatch_mode_stack()
     try:
         yield
     finally:
-        while _len_torch_function_stack() > depth:
-            _pop_mode()
-        if torch.is_inference_mode_enabled() != inference:
-            torch.inference_mode(inference).__enter__()
+        _Stacks().take(before[3], dispatch, before[5])
+        if torch.is_inference_mode_enabled() != before[1]:
+            torch.inference_mode(before[1]).__enter__()
         _set_autocast(autocast)
-        torch.set_grad_enabled(grad)
-
-
-def is_autocast_on() -> bool:
-    """On any kind of device."""
-    return _is_any_autocast_enabled()
-
-
-def without_autocast() -> AbstractContextManager[object]:
-    """In which values are cut out and put back: autocast, in which a block may stand, would round scores."""
-    return _autocast_off() if _is_any_autocast_enabled() else nullcontext()
+        torch.set_grad_enabled(before[0])
+        set_default_dtype(before[6])
 
 
 @contextmanager

@@ -9,6 +9,7 @@ too late is found.
 import contextvars
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from jackfield.errors import EditMismatch, NotReached, OutOfOrder
 from jackfield.interleave.held import MANY, Held, HeldNest
-from jackfield.interleave.modes import BlockModes, is_autocast_on, without_autocast
+from jackfield.interleave.modes import BlockModes, is_of_transform
+from jackfield.interleave.nest import tensors
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
 
@@ -117,7 +119,7 @@ class Worker:
         self.waiting_step = -1
         self.passing: Any = None
         self.done = False
-        self.stopped = False
+        self._stopped = False
         self.error: Exception | None = None
         self.interrupt: BaseException | None = None
         self.returned: Any = None
@@ -136,6 +138,15 @@ class Worker:
         """The worker whose block is running now, in this thread."""
         running = greenlet.getcurrent()
         return running.worker if isinstance(running, _BlockGreenlet) else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the request ends after the step that goes on."""
+        return self._stopped
+
+    def stop(self) -> None:
+        """Ends the request after this step."""
+        self._stopped = True
 
     # -- the engine's side
 
@@ -219,6 +230,11 @@ class Worker:
         """Puts `value` in the place of what passes at `channel`."""
         if not channel.writable:
             raise EditMismatch(f"{channel.name} can be read only.")
+        if any(is_of_transform(tensor) for tensor in tensors(value)):
+            raise EditMismatch(
+                f"{channel.name} was assigned a tensor of a transform of torch.func (vmap, grad), which the model "
+                "cannot go on with: assign what the transform returns."
+            )
         self.reach(channel, selection)
         held = self._holding(channel, selection)
         if held is not None and held.value is value:
@@ -288,25 +304,29 @@ class Worker:
             self._forget_past()
 
     def _wait(self, slot: Slot | None, wanted: str) -> Any:
+        self._modes.check()
         self.slot, self.wanted, self.waiting_step = slot, wanted, self.step
         assert self._engine is not None
         return self._engine.switch()
 
+    def aside(self) -> AbstractContextManager[object]:
+        """In which what the block asks for is computed as if it had set no mode of torch's."""
+        return self._modes.aside()
+
     def _copy(self, channel: Channel, selection: Selection) -> Any:
-        if not is_autocast_on() and not torch.is_inference_mode_enabled():
-            return channel.read(self.passing, self, selection)
-        with without_autocast():
+        with self.aside():
             if not torch.is_inference_mode_enabled():
                 return channel.read(self.passing, self, selection)
             with torch.inference_mode(False), torch.no_grad():  # a tensor born in it has no version counter
                 return channel.read(self.passing, self, selection)
 
     def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
-        if not is_autocast_on():
-            channel.write(self.passing, self, selection, value)
-            return
-        with without_autocast():
-            channel.write(self.passing, self, selection, value)
+        with self.aside():
+            if torch.is_inference_mode_enabled() or not self._modes.is_inference:
+                channel.write(self.passing, self, selection, value)
+                return
+            with torch.inference_mode():  # the block has left it, in which alone the engine's tensors can be changed
+                channel.write(self.passing, self, selection, value)
 
     def _settle(self) -> None:
         """Writes back what was changed; other copies of the same memory are then out of date, and left behind."""

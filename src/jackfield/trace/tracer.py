@@ -79,7 +79,7 @@ class Tracer:
 
     def stop(self) -> None:
         """Ends the request after this step; no token is forced, and `finish_reason` is "stopped"."""
-        self._worker.stopped = True
+        self._worker.stop()
 
     def finalize(self) -> None:
         """Moves what was saved to the CPU, in its own dtype, without gradients."""

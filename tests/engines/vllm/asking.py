@@ -24,6 +24,11 @@ def engine_of(model: jf.Model) -> Any:
     return model._engine
 
 
+def host_of(model: jf.Model) -> Any:
+    """The host beside the runner, of an engine in this process."""
+    return engine_of(model).llm.llm_engine.model_executor.driver_worker.worker.jackfield.host
+
+
 def nothing_is_left(model: jf.Model) -> None:
     """No block, no one who waits at a site, no result that nobody asked for, no file."""
     held = dict(engine_of(model).held)

@@ -61,7 +61,12 @@ def op_facts(layer: Any) -> OpFacts:
 
 def left_behind(facts: OpFacts, computed: int) -> int:
     """How many positions no query sees any more, of a request of which so many have been computed before this pass."""
-    return 0 if facts.window is None else max(0, computed - facts.window + 1)
+    return behind_window(facts.window, computed)
+
+
+def behind_window(window: int | None, computed: int) -> int:
+    """The same, of a layer of which a query sees so many keys."""
+    return 0 if window is None else max(0, computed - window + 1)
 
 
 class PagedAttention:

@@ -75,6 +75,11 @@ class CacheReader:
     d_head: int
     block_size: int
 
+    @property
+    def block_axis(self) -> int:
+        """Of the cache."""
+        return 1 if self.layout is _apart else 0
+
     def gather(self, cache: Tensor, blocks: Sequence[int], length: int, left: int = 0) -> tuple[Tensor, Tensor]:
         """The first `length` keys and values that stand in these blocks: [kv_head, token, width] each, copies.
 

@@ -112,6 +112,12 @@ class VllmEngine(Served):
         sampling.refuse(REFUSED, "vLLM")
         limits = self.description.limits
         admit(prompt_token_ids, sampling, Limits(self.facts.vocab_size, limits["max_model_len"], "max_model_len"))
+        for name in ("stop", "bad_words"):
+            if self.tokenizer is None and getattr(sampling, name):
+                raise InvalidRequest(f"{name} needs a tokenizer: load the model without skip_tokenizer_init.")
+        most = self.llm.llm_engine.model_config.max_logprobs
+        if most >= 0 and sampling.logprobs is not None and not 0 <= sampling.logprobs <= most:
+            raise InvalidRequest(f"logprobs={sampling.logprobs}: this model was loaded with max_logprobs={most}.")
 
     def admit_block(self, prompt_token_ids: Sequence[int]) -> None:
         if self.description.untraceable is not None:
@@ -179,11 +185,23 @@ class VllmEngine(Served):
         name = f"{KEY}-{next(self._names)}"
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
         if request.block is None:
-            return Sample(name, prompt, _params(**_arguments(sampling)), traced=False)
+            return Sample(name, prompt, _params(**self._arguments(sampling)), traced=False)
         text = getattr(request.prompt, "text", None)
         data = pack(Shipment(name, self._block_of(request), text, request.prompt_token_ids), self._ends)
-        params = _params(**_arguments(sampling), extra_args={KEY: [name, data]}, skip_reading_prefix_cache=True)
+        params = _params(**self._arguments(sampling), extra_args={KEY: [name, data]}, skip_reading_prefix_cache=True)
         return Sample(name, prompt | {"cache_salt": name}, params, traced=True)
+
+    def _arguments(self, sampling: Sampling) -> dict[str, Any]:
+        """Those of vLLM, which refuses a token or a number of tokens past the vocabulary: no such token ever comes."""
+        given: dict[str, Any] = {name: getattr(sampling, name) for name in SAME_NAMES}
+        for name in ("stop", "bad_words", "allowed_token_ids"):
+            value = getattr(sampling, name)
+            given[name] = None if value is None or value == () else list(value)
+        size = self.facts.vocab_size
+        given["stop_token_ids"] = [token for token in sampling.stop_token_ids if token < size] or None
+        if sampling.logprobs is not None:
+            given["logprobs"] = min(sampling.logprobs, size)
+        return given
 
     def _block_of(self, request: Request) -> "Block | Interventions":
         """What is sent for a block; interventions that many requests have are packed once."""
@@ -245,7 +263,7 @@ class VllmEngine(Served):
         of_ranks = [self._heard(each) for each in self._driver.do(self.llm.collective_rpc, "jackfield_held")]
         return {what: sum(held[what] for held in of_ranks) for what in of_ranks[0]}
 
-    def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
+    def _project(self, x: Tensor, *, norm: bool) -> Tensor:
         made: Tensor = self._driver.do(self._ask, "jackfield_project", dumps(x.detach(), self._ends), norm)
         return made.to(x.device)
 
@@ -259,14 +277,6 @@ class VllmEngine(Served):
 
     def step_value(self, name: str, worker: Worker) -> Any:
         raise TracingError(f"{name} has a value only in vLLM's workers: read it inside a block.")
-
-
-def _arguments(sampling: Sampling) -> dict[str, Any]:
-    given: dict[str, Any] = {name: getattr(sampling, name) for name in SAME_NAMES}
-    for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
-        value = getattr(sampling, name)
-        given[name] = None if value is None or value == () else list(value)
-    return given
 
 
 def _params(**given: Any) -> Any:

@@ -20,7 +20,8 @@ from jackfield.engines.vllm.recorder import PLAIN, PROBE, Recorder, rows_of
 from jackfield.engines.vllm.rows import Row
 from jackfield.engines.vllm.shipping import Ends, Interventions, Shipment, loads
 from jackfield.engines.vllm.tables.buffers import Owned, TablePass
-from jackfield.engines.vllm.tables.tables import Tables
+from jackfield.engines.vllm.tables.ops import EDITS
+from jackfield.engines.vllm.tables.tables import Tabled, Tables
 from jackfield.engines.vllm.taps import NOW
 from jackfield.errors import TracingError
 from jackfield.interleave.reference import Shared
@@ -54,6 +55,7 @@ class Host:
         self.recorder: Recorder | None = None  # of the probe that runs, and of the one before it
         self.plain: Recorder | None = None
         self._ids: dict[str, str] = {}  # the client's name to vLLM's id
+        self._edited = set[str]()  # who ended after an edit, until the scheduler says so
         self._stillborn: list[str] = []  # whose blocks could not be begun in this step
         self.tables: Tables | None = None  # of requests whose interventions need no Python
         self.early: Set[Site] = frozenset()  # what is kept until the attention op is there, for blocks that name it
@@ -83,7 +85,7 @@ class Host:
 
     def begin(self, request_id: str, name: str, data: bytes) -> None:
         """A traced request has arrived, which the client calls `name`: its block runs up to what it first waits for."""
-        if request_id in self.companions or (self.tables is not None and request_id in self.tables.requests):
+        if self.is_traced(request_id):
             return  # vLLM's second runner tells of a request again when it comes back from preemption
         if data in (PLAIN, PROBE):
             self.plain, self.recorder = self.recorder, Recorder(request_id, uncompiled=data == PLAIN)
@@ -130,6 +132,18 @@ class Host:
         found = (self.companions.get(request_id) for request_id in request_ids)
         return [companion for companion in found if companion is not None and companion.watches]
 
+    def is_traced(self, request_id: str) -> bool:
+        """Whether it has a block, or is in the tables."""
+        return request_id in self.companions or (self.tables is not None and request_id in self.tables.requests)
+
+    def has_edited(self, request_id: str) -> bool:
+        """Whether something of a request, also of one that has ended here, may be other than the model made it."""
+        companion = self.companions.get(request_id)
+        if companion is not None:
+            return companion.worker.wrote
+        tabled = None if self.tables is None else self.tables.requests.get(request_id)
+        return request_id in self._edited if tabled is None else _edits(tabled)
+
     def end(self, name: str) -> Fate:
         """What became of the block of a request that has ended, by the client's name for it. It is forgotten here."""
         self._end(self._ids.get(name, ""))
@@ -139,8 +153,10 @@ class Host:
         """The scheduler knows nothing of these any more: fates are kept until they are asked for, or are too many."""
         for request_id in sorted(request_ids):  # vLLM has a set, which is in another order on each rank
             self._end(request_id)
+            self._edited.discard(request_id)
 
     def _end(self, request_id: str) -> None:
+        self._note_edited(request_id)
         companion = self.companions.pop(request_id, None)
         if companion is not None:
             del self._ids[companion.name]
@@ -153,12 +169,17 @@ class Host:
     def drop(self, name: str) -> None:
         """Nobody waits for this request any more: its block ends where it waits."""
         request_id = self._ids.pop(name, "")
+        self._note_edited(request_id)
         companion = self.companions.pop(request_id, None)
         if companion is not None:
             companion.close()
         if self.tables is not None:
             self.tables.drop(request_id)
         self.fates.pop(name, None)
+
+    def _note_edited(self, request_id: str) -> None:
+        if self.has_edited(request_id):
+            self._edited.add(request_id)
 
     def _keep_fate(self, name: str, fate: Fate) -> None:
         self.fates[name] = fate
@@ -234,6 +255,13 @@ def of_placed(requests: Mapping[str, Companion], rows: Sequence[Row]) -> list[Pl
         for index, (request_id, first, count, position) in enumerate(rows)
         if request_id in requests and count
     ]
+
+
+def _edits(tabled: Tabled) -> bool:
+    """Whether there is more among its operations than what keeps rows."""
+    form = tabled.program.form
+    ops = form.part(frozenset(form.positions)).by_site.values()
+    return any(op.kind in EDITS for of_site in ops for op in of_site)
 
 
 def _tabled(tables: Tables, rows: Sequence[Row], total: int) -> TablePass | None:

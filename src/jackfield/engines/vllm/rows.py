@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, Final, cast
 
+import torch
 from torch import Tensor
 
 from jackfield.engines.vllm.foreign import foreign
@@ -76,6 +77,14 @@ class Runner(ABC):
         """The same, of a request by its id, between two passes."""
 
     @abstractmethod
+    def held(self, layer: str, request_id: str, places: slice) -> Tensor:
+        """Some of the same, [block] on the device, which nobody waits for. None of a request that has no blocks."""
+
+    @abstractmethod
+    def block_size(self, layer: str) -> int:
+        """How many tokens such a block holds."""
+
+    @abstractmethod
     def input_ids(self) -> Tensor:
         """The token ids of the pass [row]."""
 
@@ -83,7 +92,8 @@ class Runner(ABC):
     def slot_mapping(self, layer: str) -> Tensor:
         """Where in a layer's cache the keys of each row go [row]."""
 
-    def _group(self, layer: str) -> int:
+    def group(self, layer: str) -> int:
+        """Layers of one group have the same blocks."""
         if self._groups is None:
             groups = self._runner.kv_cache_config.kv_cache_groups
             self._groups = {name: number for number, group in enumerate(groups) for name in group.layer_names}
@@ -142,14 +152,23 @@ class FirstRunner(Runner):
         ]
 
     def blocks(self, layer: str, index: int) -> Sequence[int]:
-        table = self._runner.input_batch.block_table[self._group(layer)]
+        table = self._runner.input_batch.block_table[self.group(layer)]
         return table.get_numpy_array()[index].tolist()
 
     def blocks_of(self, layer: str, request_id: str) -> Sequence[int]:
-        group = self._group(layer)
+        group = self.group(layer)
         cut = getattr(self._runner.input_batch.block_table[group], "blocks_per_kv_block", 1)  # not in 0.32 and later
         held = self._runner.requests[request_id].block_ids[group]
         return [block * cut + part for block in held for part in range(cut)]
+
+    def held(self, layer: str, request_id: str, places: slice) -> Tensor:
+        is_there = request_id in self._runner.requests
+        blocks = torch.tensor(self.blocks_of(layer, request_id)[places] if is_there else [], dtype=torch.long)
+        device: torch.device = self._runner.device
+        return blocks.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else blocks
+
+    def block_size(self, layer: str) -> int:
+        return self._runner.input_batch.block_table[self.group(layer)].block_size
 
     def input_ids(self) -> Tensor:
         return self._runner.input_ids.gpu
@@ -262,17 +281,26 @@ class SecondRunner(Runner):
         ]
 
     def blocks(self, layer: str, index: int) -> Sequence[int]:
-        return cast("list[int]", self._tables[self._group(layer)][index].tolist())
+        return cast("list[int]", self._tables[self.group(layer)][index].tolist())
 
     def blocks_of(self, layer: str, request_id: str) -> Sequence[int]:
         index = self._runner.req_states.req_id_to_index[request_id]
-        return self._runner.block_tables.block_tables[self._group(layer)].gpu[index].tolist()
+        return self._runner.block_tables.block_tables[self.group(layer)].gpu[index].tolist()
+
+    def held(self, layer: str, request_id: str, places: slice) -> Tensor:
+        index, tables = self._runner.req_states.req_id_to_index.get(request_id), self._runner.block_tables
+        group = self.group(layer)
+        row = tables.block_tables[group].gpu[0 if index is None else index].long()
+        return row[: 0 if index is None else int(tables.num_blocks.np[group, index])][places]
+
+    def block_size(self, layer: str) -> int:
+        return self._runner.block_tables.block_sizes[self.group(layer)]
 
     def input_ids(self) -> Tensor:
         return self._batch.input_ids
 
     def slot_mapping(self, layer: str) -> Tensor:
-        return self._slot_mappings[self._group(layer)]
+        return self._slot_mappings[self.group(layer)]
 
 
 SECOND: Final = "vllm.v1.worker.gpu.model_runner"

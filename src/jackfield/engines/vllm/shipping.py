@@ -32,6 +32,9 @@ from jackfield.trace.capture import Block
 from jackfield.values.layer import Layers
 from jackfield.values.part import Part
 
+MOST_LINES: Final = 32
+"""Of each end of a traceback that is sent."""
+
 KEY: Final = "jackfield"
 """Under which a request's extra_args carry its block, and the runner's output the requests that end."""
 
@@ -224,7 +227,20 @@ def _lines(trace: TracebackType | None) -> Any:
         return None
     from tblib import Traceback  # pyright: ignore[reportMissingTypeStubs]  # the extra "vllm" brings it
 
-    return cast("Any", Traceback(trace).to_dict())
+    return cast("Any", Traceback(_shortened(trace)).to_dict())
+
+
+def _shortened(trace: TracebackType | None) -> TracebackType | None:
+    """The first and the last frames: those of a RecursionError, each in the other, would be too deep to be sent."""
+    entries = list[TracebackType]()
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    kept = entries if len(entries) <= 2 * MOST_LINES else [*entries[:MOST_LINES], *entries[-MOST_LINES:]]
+    made: TracebackType | None = None
+    for each in reversed(kept):
+        made = TracebackType(made, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return made
 
 
 def _traceback(lines: Any) -> TracebackType | None:

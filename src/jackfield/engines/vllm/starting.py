@@ -31,7 +31,7 @@ def start(model: Any, *, dtype: Any, device: Any, family: Any, options: Mapping[
             dtype="auto" if dtype is None else str(dtype).removeprefix("torch."),
             worker_cls="jackfield.vllm_worker.Worker",
             scheduler_cls="jackfield.engines.vllm.scheduler.scheduler",
-            **options,
+            **{"max_logprobs": -1, **options},  # any number of them, as on the other engines
         )
     except TypeError as error:
         raise InvalidRequest(f"vLLM does not take these options: {error}") from error

@@ -21,6 +21,12 @@ class TracedWorker(Worker):
         self.wrote = False  # in this pass or an earlier one
         self.gathered: tuple[Channel, Tensor] | None = None
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the request ends after the step that goes on. Its first one is always run, whatever comes before."""
+        interleaver = vars(self).get("interleaver")  # none when it is closed
+        return self._stopped and (interleaver is None or interleaver.step >= 0)
+
     def write_again(self, site: Site, passing: Any) -> None:
         """Writes what the block wrote at a site to what passes there now."""
         for channel, selection, value in self.written[site]:
@@ -36,6 +42,6 @@ class TracedWorker(Worker):
         return super()._copy(channel, selection)
 
     def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
+        self.wrote = True  # also where the write fails halfway
         super()._put(channel, selection, value)
-        self.wrote = True
         self.written.setdefault(channel.site, []).append((channel, selection, value))

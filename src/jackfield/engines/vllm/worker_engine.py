@@ -1,6 +1,7 @@
 """The engine that blocks have in a worker process: it serves values out of the passes of the runner beside it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 from jackfield.engines.engine import Engine, Outcome, Request
 from jackfield.engines.vllm.attention import op_facts
-from jackfield.engines.vllm.cache import probe
+from jackfield.engines.vllm.cache import CacheReader, probe
+from jackfield.engines.vllm.cleaning import Cached, Cleaning
 from jackfield.engines.vllm.describing import Describer
 from jackfield.engines.vllm.description import Description
 from jackfield.engines.vllm.foreign import foreign
@@ -69,6 +71,7 @@ class WorkerEngine(Served):
         ]
         for tap in self._op_taps:
             tap.put_up()
+        self._cleaning = Cleaning((), self.rows)  # until there are caches
         self._wrap_runner()
         self.host.server, self.host.model = self, front(self)
 
@@ -78,6 +81,16 @@ class WorkerEngine(Served):
             tap.reader = probe(tap.layer, tap.layer.kv_cache)
         unread = (f"{tap.path}: {tap.reader}" for tap in self._op_taps if isinstance(tap.reader, str))
         self._unkept = next(iter((*unread, *self._stateful)), None)
+        self._cleaning = Cleaning(list(self._cached()), self.rows)
+
+    def _cached(self) -> Iterator[Cached]:
+        taps = {tap.name: tap for tap in self._op_taps}
+        for name, layer in self.ops.items():
+            shared = getattr(layer, "kv_sharing_target_layer_name", None)  # Gemma 3n and 4; None elsewhere
+            if shared is None and isinstance(cast("Any", getattr(layer, "kv_cache", None)), Tensor):
+                reader = taps[name].reader if name in taps else None
+                axis = reader.block_axis if isinstance(reader, CacheReader) else 0  # all that are not read, since 0.23
+                yield Cached(name, layer, taps[name].facts.window if name in taps else None, axis)
 
     # -- the runner
 
@@ -85,6 +98,7 @@ class WorkerEngine(Served):
         """A step has been scheduled: traced requests that are new begin, and how the pass is run is settled."""
         for request_id in scheduler_output.preempted_req_ids or ():
             self._keep(request_id)
+        self._cleaning.arrive(scheduler_output, self.host.is_traced, self.host.has_edited)
         self.host.ended(scheduler_output.finished_req_ids)
         for new in scheduler_output.scheduled_new_reqs:
             if (sent := shipped(new.sampling_params)) is not None:
@@ -229,11 +243,13 @@ class WorkerEngine(Served):
             return f"tensor_parallel_size={self.ranks.size} gives the logits to one rank alone on this platform"
         return reason
 
-    def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if norm and self.structure.final_norms:
-            rows = self.loaded.get_submodule(self.structure.final_norms[-1])(rows)
-        return self.compute_logits(rows).view(*x.shape[:-1], -1)
+    def _project(self, x: Tensor, *, norm: bool) -> Tensor:
+        worker = Worker.current()  # none where the client asks
+        with nullcontext() if worker is None else worker.aside():
+            rows = x.reshape(-1, x.shape[-1])
+            if norm and self.structure.final_norms:
+                rows = self.loaded.get_submodule(self.structure.final_norms[-1])(rows)
+            return self.compute_logits(rows).view(*x.shape[:-1], -1)
 
     def raw_channel(self, path: str, port: str) -> Channel:
         if (path, port) not in self._raw:
