@@ -1,4 +1,8 @@
-"""How each value is had at its site on this engine: cut out of a padded batch, given its shape, and put back."""
+"""How each value is had at its site on this engine: cut out of a padded batch, given its shape, and put back.
+
+What passes is of the worker's `waiting_step`. Its `step` is what the block reads next, and may be another already when
+an edit goes back: a loop over steps that has ended leaves the block at step 0.
+"""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -43,7 +47,7 @@ class FormulaChannel(Channel):
     def _rows(self, passing: Call, worker: Worker, site: Site) -> Tensor:
         """A view of the request's rows: what is written to it, every holder of the tensor sees."""
         tensor = passing.tensor(site)
-        rows, step = worker.rows, worker.step
+        rows, step = worker.rows, worker.waiting_step
         if self.formula.stream is not None:
             tensor = tensor[self.formula.stream]
         if self.formula.flat and tensor.ndim == 2:
@@ -148,14 +152,14 @@ class OperandChannel(Channel):
         whole[:, heads[:, None], tokens[None, :]] = value
         if self.which == "q":
             passing.q = passing.q.clone()
-            passing.q[worker.rows.index, :, worker.rows.tokens(worker.step)] = whole[0]
+            passing.q[worker.rows.index, :, worker.rows.tokens(worker.waiting_step)] = whole[0]
         else:
             passing.write_cache(self.which, worker.rows.index, passing.new_rows(worker.rows), whole[0])
 
     def _rows(self, passing: AttentionCall, worker: Worker) -> Tensor:
         index = worker.rows.index
         if self.which == "q":
-            return passing.q[index : index + 1, :, worker.rows.tokens(worker.step)]
+            return passing.q[index : index + 1, :, worker.rows.tokens(worker.waiting_step)]
         return getattr(passing, self.which)[index : index + 1, :, passing.new_rows(worker.rows)]
 
 
@@ -216,7 +220,7 @@ class PrerotaryChannel(Channel):
             )
         index = worker.rows.index
         # The last rows: latent attention projects all of its cache again at each step.
-        return cut(kept[index : index + 1], projection)[:, :, -worker.rows.num_tokens(worker.step) :]
+        return cut(kept[index : index + 1], projection)[:, :, -worker.rows.num_tokens(worker.waiting_step) :]
 
 
 class ScoresChannel(Channel):
@@ -260,7 +264,7 @@ class HeadOutputsChannel(Channel):
     @staticmethod
     def _rows(passing: AttentionCall, worker: Worker) -> Tensor:
         assert passing.outputs is not None
-        return passing.outputs[worker.rows.index : worker.rows.index + 1, worker.rows.tokens(worker.step)]
+        return passing.outputs[worker.rows.index : worker.rows.index + 1, worker.rows.tokens(worker.waiting_step)]
 
 
 class RawChannel(Channel):
