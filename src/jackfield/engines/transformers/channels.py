@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from jackfield.engines.transformers.attention_call import AttentionCall
 from jackfield.engines.transformers.gate import Call
@@ -18,6 +19,8 @@ from jackfield.interleave.nest import private_copy
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import WHOLE, Channel, Selection, Worker
 from jackfield.values.anatomy import Formula, Projection
+
+ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a row's largest entry; other dtypes round: 5e-2
 
 
 class FormulaChannel(Channel):
@@ -79,22 +82,40 @@ class HeadsFormulaChannel(FormulaChannel):
 
 
 class HeadResultsChannel(HeadsFormulaChannel):
-    """Each head's part of the output projection's result: [1, token, head, d_model]."""
+    """Each head's part of the output projection's result: [1, token, head, d_model].
 
-    def __init__(self, name: str, formula: Formula, num_heads: int, projection: nn.Module) -> None:
+    A plain matrix is cut by head. Anything else (adapters, quantised weights, hooks) is asked itself for each head,
+    with zeros in the place of the others, less what it makes of nothing.
+    """
+
+    def __init__(self, name: str, formula: Formula, num_heads: int) -> None:
         super().__init__(name, formula, num_heads)
-        self.projection, self.writable = projection, False
+        self.writable = False
 
     def read(self, passing: Call, worker: Worker, selection: Selection) -> Tensor:
-        premix = super().read(passing, worker, selection)
-        weight = self.projection.weight
-        assert isinstance(weight, Tensor)
-        if isinstance(self.projection, nn.Linear):
-            weight = weight.T  # transformers' Conv1D keeps [in, out]
-        by_head = weight.reshape(self.num_heads, -1, weight.shape[-1])
-        if selection.heads is not None:
-            by_head = by_head[list(selection.heads)]
-        return torch.einsum("bthd,hdm->bthm", premix, by_head.to(premix.dtype))
+        premix = super().read(passing, worker, Selection(tokens=selection.tokens))
+        heads = list(range(self.num_heads) if selection.heads is None else selection.heads)
+        projection = passing.gate.module
+        if type(projection) not in (nn.Linear, Conv1D) or not passing.gate.is_plain:
+            return self._asked(projection, premix, heads)
+        weight = cast("Tensor", projection.weight)
+        weight = weight.T if isinstance(projection, nn.Linear) else weight  # Conv1D keeps [in, out]
+        by_head = weight.reshape(self.num_heads, -1, weight.shape[-1])[heads]
+        return torch.einsum("bthd,hdm->bthm", premix[:, :, heads], by_head.to(premix.dtype))
+
+    def _asked(self, projection: nn.Module, premix: Tensor, heads: list[int]) -> Tensor:
+        """Unavailable for a projection whose result is not a sum over heads."""
+        alone = torch.zeros_like(premix).repeat(len(heads), 1, 1, 1)
+        alone[range(len(heads)), :, heads] = premix[0, :, heads].transpose(0, 1)
+        rest = premix - alone.sum(0, keepdim=True)
+        asked = torch.cat([torch.zeros_like(premix), premix, rest, alone]).flatten(-2)
+        nothing, whole, others, *each = (cast("Tensor", projection(rows[None])) for rows in asked)
+        parts = torch.stack([part - nothing for part in each], 2)
+        total, rounding = parts.sum(2) + others, ROUNDING.get(premix.dtype, 5e-2)
+        if not bool(((total - whole).abs() <= rounding * whole.abs().amax(-1, keepdim=True)).all()):
+            reason = f"what {type(projection).__name__} gives is not a sum over heads"
+            raise Unavailable(f"{self.name} is not available: {reason}.")
+        return parts
 
 
 class LogitsChannel(Channel):
