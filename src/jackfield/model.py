@@ -256,17 +256,17 @@ class Model(RootValues, ValuePart):
     @property
     def vocab_size(self) -> int:
         """The vocabulary's size."""
-        return self._engine.facts.vocab_size
+        return self._engine.vocab_size
 
     @property
     def dtype(self) -> torch.dtype:
         """The weights' dtype."""
-        return self._engine.facts.dtype
+        return self._engine.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return self._engine.facts.device
+        return self._engine.device
 
     @property
     def tokenizer(self) -> Any:

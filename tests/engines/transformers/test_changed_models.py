@@ -173,3 +173,61 @@ def test_one_head_of_an_adapted_projection() -> None:
 
     picked, whole = model.run(IDS, block).returned
     assert alike(picked, whole)
+
+
+def projected(m: jf.Model, t: Any) -> Any:
+    return m.project_on_vocab(m.layers[-1].layer_output)[:, -1:], m.logits
+
+
+def resize(theirs: Any) -> None:
+    theirs.resize_token_embeddings(zoo.VOCAB + 8, mean_resizing=False)
+
+
+def other_ends(theirs: Any) -> None:
+    theirs.lm_head, theirs.model.norm = nn.Linear(64, zoo.VOCAB, bias=False), nn.Identity()
+
+
+@pytest.mark.parametrize("change", [resize, other_ends])
+def test_the_projection_on_the_vocabulary_is_the_one_that_makes_the_logits_now(change: Change) -> None:
+    theirs = zoo.build("llama", fresh=True)
+    model = jf.Model(theirs)
+    model.run(IDS, projected)
+    change(theirs)
+    assert alike(*model.run(IDS, projected).returned)
+    assert model.vocab_size == theirs.lm_head.out_features
+
+
+def test_the_dtype_is_the_one_it_has_now() -> None:
+    theirs = zoo.build("llama", fresh=True)
+    model = jf.Model(theirs)
+    theirs.double()
+    assert model.dtype is torch.float64
+    assert model.run(IDS, lambda m, t: m.layers[1].layer_output).returned.dtype is torch.float64
+
+
+def cut_layers(theirs: Any) -> None:
+    theirs.model.layers = theirs.model.layers[:2]
+
+
+def other_mlp(theirs: Any) -> None:
+    theirs.model.layers[1].mlp = nn.Sequential(nn.Linear(64, 64))
+
+
+def other_attention(theirs: Any) -> None:
+    kept = theirs.model.layers[1].self_attn
+    kept.back = kept.o_proj
+    del kept.o_proj
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "gone"),
+    [
+        (cut_layers, "layer_output", r"layers\.2"),
+        (other_mlp, "mlp_activations", r"layers\.1\.mlp\.down_proj"),
+        (other_attention, "attention_head_results", r"layers\.1\.self_attn\.o_proj"),
+    ],
+)
+def test_a_model_of_another_structure_is_to_be_loaded_again(change: Change, name: str, gone: str) -> None:
+    _, model = changed(change, before=False)
+    with pytest.raises(jf.UnsupportedModel, match=rf"had a module model\.{gone} when it was loaded.*Load it again"):
+        model.run(IDS, lambda m, t: getattr(m.layers[0], name))
