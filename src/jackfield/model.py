@@ -16,7 +16,7 @@ from jackfield.engines.engine import Engine
 from jackfield.engines.intervened import with_interventions
 from jackfield.engines.prompt import One, parse_prompts
 from jackfield.engines.request import Sampling
-from jackfield.errors import InvalidRequest, TracingError, UnknownValue, near
+from jackfield.errors import EditMismatch, InvalidRequest, TracingError, UnknownValue, near
 from jackfield.harvest.asked import Limits
 from jackfield.harvest.harvesting import harvest
 from jackfield.harvest.reading import Harvest
@@ -191,8 +191,17 @@ class Model(RootValues, ValuePart):
     def project_on_vocab(self, x: Tensor, norm: bool = True) -> Tensor:
         """Final norm, output head, scale and cap on any [..., d_model]: [..., vocab]. Inside blocks and out.
 
-        Of the last layer's `layer_output` it equals the logits, at every position.
+        Of the last layer's `layer_output` it equals the logits, at every position. EditMismatch for anything that has
+        not the width and the dtype of the stream.
         """
+        width, dtype = self.hidden_size, self.dtype
+        if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # the caller's
+            raise EditMismatch(f"project_on_vocab takes a tensor [..., {width}]; it was given a {type(x).__name__}.")
+        if x.shape[-1:] != (width,) or x.dtype != dtype:
+            given = f"{x.dtype} {tuple(x.shape)}"
+            raise EditMismatch(f"project_on_vocab takes [..., {width}] of {dtype}; it was given {given}.")
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], self.vocab_size)
         return self._engine.project_on_vocab(x, norm=norm)
 
     def share(self, value: Any, *, name: str | None = None) -> Shared:

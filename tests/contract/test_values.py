@@ -326,3 +326,33 @@ def test_a_shared_object_is_no_copy(model: jf.Model, prompt: list[int]) -> None:
         kept = (address, shapes).save()
     assert kept[0] == kept[1]
     assert kept[0][1] == ((1, len(prompt), model.hidden_size), (1, len(prompt), 2))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside a block", "outside"])
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        (lambda x: x.tolist(), "a list"),
+        (lambda x: x[..., 1:], r"torch\.float32 \(1, 7, \d+\)"),
+        (lambda x: x.double(), r"torch\.float64"),
+        (lambda x: x.long(), r"torch\.int64"),
+        (lambda x: x[0, 0, 0], r"torch\.float32 \(\)"),
+    ],
+    ids=["list", "width", "float64", "int64", "scalar"],
+)
+def test_what_is_no_stream_is_not_projected(
+    model: jf.Model, prompt: list[int], change: Callable[[Any], Any], given: str, inside: bool
+) -> None:
+    x = torch.ones(1, len(prompt), model.hidden_size, device=model.device)
+    with pytest.raises(
+        jf.EditMismatch, match=rf"project_on_vocab takes (a tensor )?\[\.\.\., .*; it was given {given}"
+    ):
+        if inside:
+            model.run(prompt, lambda m, t: m.project_on_vocab(change(x)))
+        else:
+            model.project_on_vocab(change(x))
+
+
+def test_no_row_is_projected_to_no_row(model: jf.Model) -> None:
+    empty = torch.ones(2, 0, model.hidden_size, device=model.device)
+    assert model.project_on_vocab(empty).shape == (2, 0, model.vocab_size)

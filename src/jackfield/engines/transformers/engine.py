@@ -115,6 +115,7 @@ class TransformersEngine(LoadedEngine[PreTrainedModel]):
     # -- serving
 
     def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
+        assert self.model is not None  # EngineDied after `close`
         return self._lens.project(x, norm=norm)
 
     def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from jackfield.errors import EditMismatch, Unavailable, UnsupportedModel
+from jackfield.errors import Unavailable, UnsupportedModel
 from jackfield.values.anatomy import Anatomy
 from jackfield.values.tree import named_modules
 
@@ -26,11 +26,6 @@ class Lens:
         """[..., d_model] to [..., vocab]; without `norm` the final norm is left out."""
         if self._tail is None:
             self._tail = self._find()
-        hidden = self._model.config.get_text_config().hidden_size
-        if not x.is_floating_point() or x.shape[-1:] != (hidden,):
-            raise EditMismatch(
-                f"project_on_vocab takes [..., {hidden}] in floating point; it was given {x.dtype} {tuple(x.shape)}."
-            )
         with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
             for path in self._tail:
                 if norm or path != self._anatomy.final_norm:
