@@ -153,8 +153,10 @@ class InlineChannel(Channel):
     def _mesh(self, view: Tensor, selection: Selection) -> tuple[Tensor, ...]:
         """Indices, one per axis, that pick the selection and keep every axis."""
         picked = {self.value.head_axis: selection.heads, self.value.token_axis: selection.tokens}
-        indices = [torch.tensor(picked.get(axis) or range(size)) for axis, size in enumerate(view.shape)]
-        return tuple(each.to(view.device).view(-1, *[1] * (view.ndim - 1 - axis)) for axis, each in enumerate(indices))
+        indices = [
+            torch.tensor(picked.get(axis) or range(size), device=view.device) for axis, size in enumerate(view.shape)
+        ]
+        return tuple(each.view(-1, *[1] * (view.ndim - 1 - axis)) for axis, each in enumerate(indices))
 
 
 class DerivedChannel(InlineChannel):

@@ -231,3 +231,10 @@ def test_a_model_of_another_structure_is_to_be_loaded_again(change: Change, name
     _, model = changed(change, before=False)
     with pytest.raises(jf.UnsupportedModel, match=rf"had a module model\.{gone} when it was loaded.*Load it again"):
         model.run(IDS, lambda m, t: getattr(m.layers[0], name))
+
+
+def test_a_closed_model_projects_nothing() -> None:
+    model = jf.Model(zoo.build("llama", fresh=True))
+    model.close()
+    with pytest.raises(jf.EngineDied, match="was closed"):
+        model.project_on_vocab(torch.ones(1, 64))

@@ -168,8 +168,8 @@ class OperandChannel(Channel):
     def write(self, passing: AttentionCall, worker: Worker, selection: Selection, value: Tensor) -> None:
         refuse_unheld(self, passing)
         whole = self._rows(passing, worker).clone(memory_format=torch.contiguous_format)
-        heads = torch.tensor(selection.heads if selection.heads is not None else range(whole.shape[1]))
-        tokens = torch.tensor(selection.tokens if selection.tokens is not None else range(whole.shape[2]))
+        heads = _picked(selection.heads, whole, 1)
+        tokens = _picked(selection.tokens, whole, 2)
         whole[:, heads[:, None], tokens[None, :]] = value
         if self.which == "q":
             passing.q = passing.q.clone()
@@ -204,6 +204,11 @@ class CachedChannel(Channel):
         whole = window.cut(getattr(passing, self.which)[index]).clone()
         whole[slice(None) if selection.heads is None else list(selection.heads)] = value[0, :, window.token :]
         passing.write_cache(self.which, index, slice(window.first, None), whole)
+
+
+def _picked(picks: tuple[int, ...] | None, tensor: Tensor, axis: int) -> Tensor:
+    """Indices on an axis of `tensor`, beside it: a block may have another device as torch's default."""
+    return torch.tensor(picks if picks is not None else range(tensor.shape[axis]), device=tensor.device)
 
 
 def refuse_unheld(channel: OperandChannel | CachedChannel, passing: AttentionCall) -> None:
@@ -278,8 +283,7 @@ class HeadOutputsChannel(Channel):
 
     def write(self, passing: AttentionCall, worker: Worker, selection: Selection, value: Tensor) -> None:
         rows = self._rows(passing, worker)
-        tokens = torch.tensor(selection.tokens if selection.tokens is not None else range(rows.shape[1]))
-        heads = torch.tensor(selection.heads if selection.heads is not None else range(rows.shape[2]))
+        tokens, heads = _picked(selection.tokens, rows, 1), _picked(selection.heads, rows, 2)
         rows[:, tokens[:, None], heads[None, :]] = value
 
     @staticmethod
