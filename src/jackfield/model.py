@@ -16,7 +16,7 @@ from jackfield.engines.engine import Engine
 from jackfield.engines.intervened import with_interventions
 from jackfield.engines.prompt import One, parse_prompts
 from jackfield.engines.request import Sampling
-from jackfield.errors import InvalidRequest, UnknownValue, near
+from jackfield.errors import EditMismatch, InvalidRequest, TracingError, UnknownValue, near
 from jackfield.harvest.asked import Limits
 from jackfield.harvest.harvesting import harvest
 from jackfield.harvest.reading import Harvest
@@ -114,8 +114,11 @@ class Model(RootValues, ValuePart):
         return run(Job(self._engine, self, sampling, chat_template_kwargs, gradients), prompt, lifted)
 
     async def arun(self, prompt: Any, block: Callable[["Model", Any], Any] | None = None, **arguments: Any) -> Any:
-        """`run`, in a thread of its own: however many are awaited, none waits for a place among asyncio's threads."""
-        running = functools.partial(contextvars.copy_context().run, self.run, prompt, block, **arguments)
+        """`run`, in a thread of its own: however many are awaited, none waits for a place among asyncio's threads.
+
+        A StopIteration of the block comes as TracingError, since no coroutine can raise one.
+        """
+        running = functools.partial(contextvars.copy_context().run, _run_awaited, self, prompt, block, **arguments)
         thread = ThreadPoolExecutor(1)
         try:
             return await asyncio.get_running_loop().run_in_executor(thread, running)
@@ -188,8 +191,17 @@ class Model(RootValues, ValuePart):
     def project_on_vocab(self, x: Tensor, norm: bool = True) -> Tensor:
         """Final norm, output head, scale and cap on any [..., d_model]: [..., vocab]. Inside blocks and out.
 
-        Of the last layer's `layer_output` it equals the logits, at every position.
+        Of the last layer's `layer_output` it equals the logits, at every position. EditMismatch for anything that has
+        not the width and the dtype of the stream.
         """
+        width, dtype = self.hidden_size, self.dtype
+        if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  # the caller's
+            raise EditMismatch(f"project_on_vocab takes a tensor [..., {width}]; it was given a {type(x).__name__}.")
+        if x.shape[-1:] != (width,) or x.dtype != dtype:
+            given = f"{x.dtype} {tuple(x.shape)}"
+            raise EditMismatch(f"project_on_vocab takes [..., {width}] of {dtype}; it was given {given}.")
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], self.vocab_size)
         return self._engine.project_on_vocab(x, norm=norm)
 
     def share(self, value: Any, *, name: str | None = None) -> Shared:
@@ -254,17 +266,17 @@ class Model(RootValues, ValuePart):
     @property
     def vocab_size(self) -> int:
         """The vocabulary's size."""
-        return self._engine.facts.vocab_size
+        return self._engine.vocab_size
 
     @property
     def dtype(self) -> torch.dtype:
         """The weights' dtype."""
-        return self._engine.facts.dtype
+        return self._engine.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return self._engine.facts.device
+        return self._engine.device
 
     @property
     def tokenizer(self) -> Any:
@@ -325,6 +337,17 @@ def _engine(name: str, model: Any, dtype: Any, device: Any, family: Any, options
 
         return VllmEngine(model, dtype=dtype, device=device, family=family, **options)
     raise InvalidRequest(f"There is no engine {name!r}; engines are {', '.join(ENGINES)}.{near(str(name), ENGINES)}")
+
+
+def _run_awaited(model: Model, prompt: Any, block: Callable[[Model, Any], Any] | None, **arguments: Any) -> Any:
+    """`model.run`, whose StopIteration a future would never hand on: whoever awaits it would wait for ever."""
+    try:
+        return model.run(prompt, block, **arguments)
+    except StopIteration as error:
+        raise TracingError(
+            f"The block raised StopIteration({error.value!r}), which no coroutine can raise: catch it in the block, or "
+            "use model.run, which raises it as it is."
+        ) from error
 
 
 def _on_device(value: Any, device: torch.device) -> Any:

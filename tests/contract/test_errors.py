@@ -1,5 +1,6 @@
 """Errors in blocks: whose they are, where they show, and what goes on."""
 
+import asyncio
 import gc
 import itertools
 import traceback
@@ -44,6 +45,17 @@ def test_an_error_keeps_its_cause_and_its_attributes(model: jf.Model, prompt: li
     assert (caught.value.one, caught.value.other) == (1, 2)
     assert isinstance(caught.value.__cause__, IndexError)
     assert user_lines(caught.value)[-1] == "raise OwnError(1, other=2) from error"
+
+
+def test_what_no_coroutine_can_raise_ends_the_wait_for_it(model: jf.Model, prompt: list[int]) -> None:
+    def block(m: jf.Model, t: Any) -> None:
+        next(iter([m.layers[0].layer_output][1:]))
+
+    with pytest.raises(StopIteration):
+        model.run(prompt, block)
+    with pytest.raises(jf.TracingError, match=r"raised StopIteration\(None\), which no coroutine can raise") as caught:
+        asyncio.run(asyncio.wait_for(model.arun(prompt, block), timeout=30))
+    assert isinstance(caught.value.__cause__, StopIteration)
 
 
 def test_a_refusal_shows_the_line_of_the_user(model: jf.Model, prompt: list[int]) -> None:

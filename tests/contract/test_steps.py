@@ -3,6 +3,8 @@
 # `list().save()` is how a block makes a list to save.
 # ruff: noqa: C408
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -186,3 +188,33 @@ def test_steering_by_position_is_an_edit_of_those_rows(model: jf.Model, prompt: 
     assert one.token_ids == other.token_ids
     for left, right in zip(one.saved["streams"], other.saved["streams"], strict=True):
         assert left.equal(right)
+
+
+@pytest.mark.parametrize("name", [value.name for value in jf.values() if value.access == "rw"])
+def test_the_last_edit_of_a_step_lands(
+    model: jf.Model, prompts: list[list[int]], editable: Callable[[str], None], name: str
+) -> None:
+    """Also where the loop has ended before it goes back to the model, and in a row that padding stands before."""
+    editable(name)
+    reason = model.support().get(name)
+    if reason is not None:
+        pytest.skip(reason)
+
+    def edited(m: jf.Model, t: Any, *, edit: bool, read_on: bool) -> Any:
+        for _ in t.iter[1]:
+            if edit:
+                value = getattr(m if hasattr(type(m), name) else m.layers[0], name)
+                value *= -3  # of what makes the logits: another token
+            if read_on:
+                m.next_token_probabilities.sum()
+        return next(m.logits for _ in t.iter[2])
+
+    def run(**arguments: bool) -> list[torch.Tensor]:
+        block = functools.partial(edited, **arguments)
+        results = model.run(prompts, lambda m, t: block(m, t), max_tokens=3, ignore_eos=True)
+        return [result.returned for result in results]
+
+    last, followed, plain = run(edit=True, read_on=False), run(edit=True, read_on=True), run(edit=False, read_on=False)
+    for one, other, without in zip(last, followed, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(one, without, rtol=1e-3, atol=1e-3)

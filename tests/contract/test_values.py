@@ -1,6 +1,7 @@
 """What each name is: its axes, its meaning, rows and heads of it, and a layer that is skipped."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -326,3 +327,72 @@ def test_a_shared_object_is_no_copy(model: jf.Model, prompt: list[int]) -> None:
         kept = (address, shapes).save()
     assert kept[0] == kept[1]
     assert kept[0][1] == ((1, len(prompt), model.hidden_size), (1, len(prompt), 2))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside a block", "outside"])
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        (lambda x: x.tolist(), "a list"),
+        (lambda x: x[..., 1:], r"torch\.float32 \(1, 7, \d+\)"),
+        (lambda x: x.double(), r"torch\.float64"),
+        (lambda x: x.long(), r"torch\.int64"),
+        (lambda x: x[0, 0, 0], r"torch\.float32 \(\)"),
+    ],
+    ids=["list", "width", "float64", "int64", "scalar"],
+)
+def test_what_is_no_stream_is_not_projected(
+    model: jf.Model, prompt: list[int], change: Callable[[Any], Any], given: str, inside: bool
+) -> None:
+    x = torch.ones(1, len(prompt), model.hidden_size, device=model.device)
+    takes = r"project_on_vocab takes (a tensor )?\[\.\.\., .*; it was given"
+
+    def project(m: jf.Model, t: Any) -> None:
+        m.project_on_vocab(change(x))
+
+    with pytest.raises(jf.EditMismatch, match=f"{takes} {given}"):
+        model.run(prompt, project) if inside else project(model, None)
+
+
+def test_no_row_is_projected_to_no_row(model: jf.Model) -> None:
+    empty = torch.ones(2, 0, model.hidden_size, device=model.device)
+    assert model.project_on_vocab(empty).shape == (2, 0, model.vocab_size)
+
+
+SURROUNDINGS = {
+    "default dtype": lambda: _default_dtype(torch.float64),
+    "another device": lambda: torch.device("meta"),
+}
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("surroundings", SURROUNDINGS)
+@pytest.mark.parametrize("name", ["attention_scores", "attention_probabilities", "attention_head_outputs"])
+def test_what_torch_makes_by_default_in_a_block_is_not_what_is_read(
+    model: jf.Model, prompt: list[int], name: str, surroundings: str
+) -> None:
+    def block(m: jf.Model, t: Any) -> Any:
+        part, found = m.layers[1], []
+        with SURROUNDINGS[surroundings]():
+            found.append(getattr(m.layers[0], name))
+            found.append(part.read(name, heads=[0], queries=[-1]))
+            part.write(name, found[-1] * 1, heads=[0], queries=[-1])
+            found.append(getattr(part, name))
+        return found
+
+    def plain(m: jf.Model, t: Any) -> Any:
+        part, found = m.layers[1], [getattr(m.layers[0], name)]
+        return [*found, part.read(name, heads=[0], queries=[-1]), getattr(part, name)]
+
+    for got, want in zip(model.run(prompt, block).returned, model.run(prompt, plain).returned, strict=True):
+        assert got.dtype == want.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

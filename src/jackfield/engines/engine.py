@@ -72,6 +72,21 @@ class Engine(ABC):
     no_gradients: str | None = 'this engine keeps no graph of what is read; engine="transformers" and "llama" do'
     """Why a trace cannot have gradients; None where it can."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype, now."""
+        return self.facts.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, now."""
+        return self.facts.device
+
+    @property
+    def vocab_size(self) -> int:
+        """The vocabulary's size, now."""
+        return self.facts.vocab_size
+
     @abstractmethod
     def admit(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
         """Refuses, before anything runs, what cannot be run: InvalidRequest, RequestTooLong."""

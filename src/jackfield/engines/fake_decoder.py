@@ -71,7 +71,7 @@ class ForwardPass:
         """The last row's logits."""
         column, pad = torch.arange(columns + tokens.shape[1]), torch.tensor(pads)[:, None, None, None]
         self._hidden = (column > column[columns:, None]) | (column < pad)  # [batch, 1, token, column]
-        self._positions = column[columns:] - pad[..., 0]  # [batch, 1, token]
+        self._positions = (column[columns:] - pad[..., 0]).to(torch.float32)  # [batch, 1, token]
         x = tap("token_embeddings", None, self._decoder.embedding[tokens])
         for number, layer in enumerate(self._decoder.layers):
             x = self._layer(number, layer, x, tap)

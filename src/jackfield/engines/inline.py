@@ -143,7 +143,8 @@ class InlineChannel(Channel):
     def _view(self, tensor: Tensor, worker: Worker) -> Tensor:
         """The request's own part of a tensor of the batch."""
         own = tensor[worker.rows.index : worker.rows.index + 1]
-        lengths = {"t": worker.rows.num_tokens(worker.step), "k": worker.rows.num_keys(worker.step)}
+        step = worker.waiting_step  # of what passes; `worker.step` is another already where a loop has ended
+        lengths = {"t": worker.rows.num_tokens(step), "k": worker.rows.num_keys(step)}
         for axis, letter in enumerate(self.value.axes.split()):
             if letter in lengths:
                 own = own.narrow(axis, own.shape[axis] - lengths[letter], lengths[letter])
@@ -152,8 +153,10 @@ class InlineChannel(Channel):
     def _mesh(self, view: Tensor, selection: Selection) -> tuple[Tensor, ...]:
         """Indices, one per axis, that pick the selection and keep every axis."""
         picked = {self.value.head_axis: selection.heads, self.value.token_axis: selection.tokens}
-        indices = [torch.tensor(picked.get(axis) or range(size)) for axis, size in enumerate(view.shape)]
-        return tuple(each.to(view.device).view(-1, *[1] * (view.ndim - 1 - axis)) for axis, each in enumerate(indices))
+        indices = [
+            torch.tensor(picked.get(axis) or range(size), device=view.device) for axis, size in enumerate(view.shape)
+        ]
+        return tuple(each.view(-1, *[1] * (view.ndim - 1 - axis)) for axis, each in enumerate(indices))
 
 
 class DerivedChannel(InlineChannel):

@@ -19,7 +19,7 @@ from jackfield.engines.engine import Facts, LoadedEngine, Outcome, Request
 from jackfield.engines.inline import Derivation, DerivedChannel, InlineChannel, InlineRun, InlineTap
 from jackfield.engines.prompt import Tokenizer
 from jackfield.engines.request import Limits, Sampling, admit
-from jackfield.errors import EditMismatch, InvalidRequest, TracingError, Unavailable, UnknownValue
+from jackfield.errors import InvalidRequest, TracingError, Unavailable, UnknownValue
 from jackfield.interleave.modes import modes_restored
 from jackfield.interleave.worker import Channel, Worker
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, LayerAnatomy, Missing
@@ -135,11 +135,6 @@ class InlineEngine(LoadedEngine[M]):
     # -- serving
 
     def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
-        hidden = self.facts.hidden_size
-        if not x.is_floating_point() or x.shape[-1:] != (hidden,):
-            raise EditMismatch(
-                f"project_on_vocab takes [..., {hidden}] in floating point; it was given {x.dtype} {tuple(x.shape)}."
-            )
         return self.call("project", x, norm)
 
     def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from jackfield.engines.llama.checkpoint import args_from_config, args_from_params, load
 from jackfield.engines.llama.layers import ModelArgs, Transformer
@@ -43,6 +43,23 @@ def test_a_tied_head_is_the_embedding_itself(tmp_path: Path) -> None:
     _, model = both("tied", tmp_path)
     assert model.output.weight is model.tok_embeddings.weight
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+
+
+def test_a_head_that_is_stored_too_is_tied_where_it_is_the_embedding(tmp_path: Path) -> None:
+    _, tied = both("tied", tmp_path)
+    rewrite(tmp_path, lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}))
+    model = load(tmp_path)
+    assert model.output.weight is model.tok_embeddings.weight
+    assert torch.equal(logits(model), logits(tied))
+
+
+def test_a_head_of_its_own_is_used_as_transformers_uses_it(tmp_path: Path) -> None:
+    both("tied", tmp_path)
+    rewrite(tmp_path, lambda weights: weights.update({"lm_head.weight": torch.randn(zoo.VOCAB, 64)}))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        want = theirs(torch.arange(3, 11)[None]).logits
+    torch.testing.assert_close(logits(load(tmp_path)), want, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_arrive_frozen_in_the_dtype_asked_for(tmp_path: Path) -> None:

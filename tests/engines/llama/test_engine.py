@@ -274,7 +274,7 @@ def test_a_closed_model_is_gone(tmp_path: Path) -> None:
 
 def test_what_is_projected_has_the_width_of_the_stream(tmp_path: Path) -> None:
     model = native(saved(tmp_path))
-    with pytest.raises(jf.EditMismatch, match=r"project_on_vocab takes \[\.\.\., 64\] in floating point"):
+    with pytest.raises(jf.EditMismatch, match=r"project_on_vocab takes \[\.\.\., 64\] of torch\.float32; it was given"):
         model.project_on_vocab(torch.ones(3, 5))
 
 

@@ -1,11 +1,13 @@
 """Models and tokenizers by name, folder or hand, and what is refused before it computes something else."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
+import jackfield as jf
 from jackfield.engines.transformers.loading import limits, load, parse_device, parse_dtype
 from jackfield.errors import InvalidRequest, UnknownModel, UnsupportedModel
 from tests import zoo
@@ -111,6 +113,17 @@ def test_a_folder_without_weights_is_unknown(tmp_path: Path) -> None:
     zoo.config("llama").save_pretrained(tmp_path)
     with pytest.raises(UnknownModel, match="weights cannot be read"):
         load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("engine", ["transformers", "llama"])
+@pytest.mark.parametrize("wrong", [{"num_attention_heads": 3}, {"num_hidden_layers": "4"}], ids=str)
+def test_a_configuration_that_transformers_refuses(tmp_path: Path, engine: str, wrong: dict[str, object]) -> None:
+    zoo.build("llama").save_pretrained(tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stated | wrong))
+    with pytest.raises(UnsupportedModel, match="transformers cannot read its configuration") as caught:
+        jf.Model(tmp_path, engine=engine)
+    assert caught.value.__cause__ is not None
 
 
 def test_an_architecture_that_transformers_does_not_know(tmp_path: Path) -> None:

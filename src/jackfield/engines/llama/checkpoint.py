@@ -77,8 +77,20 @@ def _open(folder: Path) -> tuple[ModelArgs, list[dict[str, Tensor]], dict[str, s
     args = args_from_config(cast("PretrainedConfig", AutoConfig.from_pretrained(folder)))
     index = folder / "model.safetensors.index.json"
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    tied = {"output": "model.embed_tokens"} if args.tied else {}
-    return args, [load_file(folder / name) for name in names], _TRANSFORMERS | tied
+    files = [load_file(folder / name) for name in names]
+    if not args.tied or _has_head_of_its_own(files):
+        return replace(args, tied=False), files, _TRANSFORMERS
+    return args, files, _TRANSFORMERS | {"output": "model.embed_tokens"}
+
+
+def _has_head_of_its_own(files: Iterable[Mapping[str, Tensor]]) -> bool:
+    """Whether the head differs from the embedding: such a model is not tied, whatever its configuration says.
+
+    So does transformers (modeling_utils.py, `tie_weights`, version 5).
+    """
+    weights = {name: weight for file in files for name, weight in file.items()}
+    embedding, head = (weights.get(f"{_TRANSFORMERS[name]}.weight") for name in ("tok_embeddings", "output"))
+    return embedding is not None and head is not None and not torch.equal(embedding, head)
 
 
 def _fill(model: Transformer, parts: Mapping[str, Sequence[Tensor]], names: Mapping[str, str]) -> None:
@@ -96,7 +108,7 @@ def _fill(model: Transformer, parts: Mapping[str, Sequence[Tensor]], names: Mapp
             heads = part.reshape(-1, model.args.d_head, *part.shape[1:]).movedim(1, -1)
             part = interleaved(heads).movedim(-1, 1).flatten(0, 1)
         torch.utils.swap_tensors(parameter, nn.Parameter(part.contiguous(), requires_grad=False))
-    # Some files hold frequencies, and some tied models a head.
+    # Some files hold frequencies, and some tied models their head once more.
     extra = {name for name in parts if not name.endswith(("inv_freq", "rope.freqs", "lm_head.weight"))} - used
     if extra:
         raise UnsupportedModel(f"The checkpoint has weights that nothing here uses: {', '.join(sorted(extra)[:5])}.")

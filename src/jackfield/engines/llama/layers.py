@@ -131,7 +131,7 @@ def attention_scores(queries: Queries, keys: Queries, mask: Mask) -> Pattern:
     """What enters the softmax, float32: scaled products plus the mask. One key head for each query head."""
     scores = wide(queries) @ wide(keys).transpose(-2, -1) * queries.shape[-1] ** -0.5
     if isinstance(mask, str):
-        mask = torch.full(scores.shape[-2:], -math.inf, device=scores.device).triu(1)
+        mask = scores.new_full(scores.shape[-2:], -math.inf).triu(1)
     return scores if mask is None else scores + mask
 
 

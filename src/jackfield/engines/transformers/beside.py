@@ -193,7 +193,7 @@ def _shared(wanted: Sequence[int], patched: Sequence[int]) -> tuple[Tensor, Tens
     """Where the numbers that are in both stand in one and in the other."""
     places = {number: place for place, number in enumerate(patched)}
     pairs = [(place, places[number]) for place, number in enumerate(wanted) if number in places]
-    both = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)
+    both = torch.tensor(pairs, dtype=torch.long, device="cpu").reshape(-1, 2)
     return both[:, 0], both[:, 1]
 
 
@@ -208,7 +208,7 @@ def _additive_mask(call: Beside, rows: Rows) -> Tensor | None:
         )
     own = mask[rows.index if mask.shape[0] > 1 else 0, :, tokens, window.first : columns]
     if own.dtype == torch.bool:
-        return torch.zeros(own.shape, device=own.device).masked_fill_(~own, NEGATIVE_INFINITY)
+        return torch.zeros(own.shape, dtype=torch.float32, device=own.device).masked_fill_(~own, NEGATIVE_INFINITY)
     # Not in place: of a float32 mask this is a view, and the model has it still.
     return own.float().masked_fill(own <= torch.finfo(own.dtype).min / 2, NEGATIVE_INFINITY)
 
@@ -216,5 +216,5 @@ def _additive_mask(call: Beside, rows: Rows) -> Tensor | None:
 def _causal_mask(tokens: int, columns: int, device: torch.device) -> Tensor | None:
     if tokens == 1:
         return None
-    mask = torch.full((tokens, columns), NEGATIVE_INFINITY, device=device)
+    mask = torch.full((tokens, columns), NEGATIVE_INFINITY, dtype=torch.float32, device=device)
     return mask.triu_(columns - tokens + 1)[None]

@@ -1,10 +1,15 @@
-"""How each value is had at its site on this engine: cut out of a padded batch, given its shape, and put back."""
+"""How each value is had at its site on this engine: cut out of a padded batch, given its shape, and put back.
+
+What passes is of the worker's `waiting_step`. Its `step` is what the block reads next, and may be another already when
+an edit goes back: a loop over steps that has ended leaves the block at step 0.
+"""
 
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from jackfield.engines.transformers.attention_call import AttentionCall
 from jackfield.engines.transformers.gate import Call
@@ -14,6 +19,8 @@ from jackfield.interleave.nest import private_copy
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import WHOLE, Channel, Selection, Worker
 from jackfield.values.anatomy import Formula, Projection
+
+ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a row's largest entry; other dtypes round: 5e-2
 
 
 class FormulaChannel(Channel):
@@ -43,7 +50,7 @@ class FormulaChannel(Channel):
     def _rows(self, passing: Call, worker: Worker, site: Site) -> Tensor:
         """A view of the request's rows: what is written to it, every holder of the tensor sees."""
         tensor = passing.tensor(site)
-        rows, step = worker.rows, worker.step
+        rows, step = worker.rows, worker.waiting_step
         if self.formula.stream is not None:
             tensor = tensor[self.formula.stream]
         if self.formula.flat and tensor.ndim == 2:
@@ -75,22 +82,40 @@ class HeadsFormulaChannel(FormulaChannel):
 
 
 class HeadResultsChannel(HeadsFormulaChannel):
-    """Each head's part of the output projection's result: [1, token, head, d_model]."""
+    """Each head's part of the output projection's result: [1, token, head, d_model].
 
-    def __init__(self, name: str, formula: Formula, num_heads: int, projection: nn.Module) -> None:
+    A plain matrix is cut by head. Anything else (adapters, quantised weights, hooks) is asked itself for each head,
+    with zeros in the place of the others, less what it makes of nothing.
+    """
+
+    def __init__(self, name: str, formula: Formula, num_heads: int) -> None:
         super().__init__(name, formula, num_heads)
-        self.projection, self.writable = projection, False
+        self.writable = False
 
     def read(self, passing: Call, worker: Worker, selection: Selection) -> Tensor:
-        premix = super().read(passing, worker, selection)
-        weight = self.projection.weight
-        assert isinstance(weight, Tensor)
-        if isinstance(self.projection, nn.Linear):
-            weight = weight.T  # transformers' Conv1D keeps [in, out]
-        by_head = weight.reshape(self.num_heads, -1, weight.shape[-1])
-        if selection.heads is not None:
-            by_head = by_head[list(selection.heads)]
-        return torch.einsum("bthd,hdm->bthm", premix, by_head.to(premix.dtype))
+        premix = super().read(passing, worker, Selection(tokens=selection.tokens))
+        heads = list(range(self.num_heads) if selection.heads is None else selection.heads)
+        projection = passing.gate.module
+        if type(projection) not in (nn.Linear, Conv1D) or not passing.gate.is_plain:
+            return self._asked(projection, premix, heads)
+        weight = cast("Tensor", projection.weight)
+        weight = weight.T if isinstance(projection, nn.Linear) else weight  # Conv1D keeps [in, out]
+        by_head = weight.reshape(self.num_heads, -1, weight.shape[-1])[heads]
+        return torch.einsum("bthd,hdm->bthm", premix[:, :, heads], by_head.to(premix.dtype))
+
+    def _asked(self, projection: nn.Module, premix: Tensor, heads: list[int]) -> Tensor:
+        """Unavailable for a projection whose result is not a sum over heads."""
+        alone = torch.zeros_like(premix).repeat(len(heads), 1, 1, 1)
+        alone[range(len(heads)), :, heads] = premix[0, :, heads].transpose(0, 1)
+        rest = premix - alone.sum(0, keepdim=True)
+        asked = torch.cat([torch.zeros_like(premix), premix, rest, alone]).flatten(-2)
+        nothing, whole, others, *each = (cast("Tensor", projection(rows[None])) for rows in asked)
+        parts = torch.stack([part - nothing for part in each], 2)
+        total, rounding = parts.sum(2) + others, ROUNDING.get(premix.dtype, 5e-2)
+        if not bool(((total - whole).abs() <= rounding * whole.abs().amax(-1, keepdim=True)).all()):
+            reason = f"what {type(projection).__name__} gives is not a sum over heads"
+            raise Unavailable(f"{self.name} is not available: {reason}.")
+        return parts
 
 
 class LogitsChannel(Channel):
@@ -143,19 +168,19 @@ class OperandChannel(Channel):
     def write(self, passing: AttentionCall, worker: Worker, selection: Selection, value: Tensor) -> None:
         refuse_unheld(self, passing)
         whole = self._rows(passing, worker).clone(memory_format=torch.contiguous_format)
-        heads = torch.tensor(selection.heads if selection.heads is not None else range(whole.shape[1]))
-        tokens = torch.tensor(selection.tokens if selection.tokens is not None else range(whole.shape[2]))
+        heads = _picked(selection.heads, whole, 1)
+        tokens = _picked(selection.tokens, whole, 2)
         whole[:, heads[:, None], tokens[None, :]] = value
         if self.which == "q":
             passing.q = passing.q.clone()
-            passing.q[worker.rows.index, :, worker.rows.tokens(worker.step)] = whole[0]
+            passing.q[worker.rows.index, :, worker.rows.tokens(worker.waiting_step)] = whole[0]
         else:
             passing.write_cache(self.which, worker.rows.index, passing.new_rows(worker.rows), whole[0])
 
     def _rows(self, passing: AttentionCall, worker: Worker) -> Tensor:
         index = worker.rows.index
         if self.which == "q":
-            return passing.q[index : index + 1, :, worker.rows.tokens(worker.step)]
+            return passing.q[index : index + 1, :, worker.rows.tokens(worker.waiting_step)]
         return getattr(passing, self.which)[index : index + 1, :, passing.new_rows(worker.rows)]
 
 
@@ -179,6 +204,11 @@ class CachedChannel(Channel):
         whole = window.cut(getattr(passing, self.which)[index]).clone()
         whole[slice(None) if selection.heads is None else list(selection.heads)] = value[0, :, window.token :]
         passing.write_cache(self.which, index, slice(window.first, None), whole)
+
+
+def _picked(picks: tuple[int, ...] | None, tensor: Tensor, axis: int) -> Tensor:
+    """Indices on an axis of `tensor`, beside it: a block may have another device as torch's default."""
+    return torch.tensor(picks if picks is not None else range(tensor.shape[axis]), device=tensor.device)
 
 
 def refuse_unheld(channel: OperandChannel | CachedChannel, passing: AttentionCall) -> None:
@@ -216,7 +246,7 @@ class PrerotaryChannel(Channel):
             )
         index = worker.rows.index
         # The last rows: latent attention projects all of its cache again at each step.
-        return cut(kept[index : index + 1], projection)[:, :, -worker.rows.num_tokens(worker.step) :]
+        return cut(kept[index : index + 1], projection)[:, :, -worker.rows.num_tokens(worker.waiting_step) :]
 
 
 class ScoresChannel(Channel):
@@ -253,14 +283,13 @@ class HeadOutputsChannel(Channel):
 
     def write(self, passing: AttentionCall, worker: Worker, selection: Selection, value: Tensor) -> None:
         rows = self._rows(passing, worker)
-        tokens = torch.tensor(selection.tokens if selection.tokens is not None else range(rows.shape[1]))
-        heads = torch.tensor(selection.heads if selection.heads is not None else range(rows.shape[2]))
+        tokens, heads = _picked(selection.tokens, rows, 1), _picked(selection.heads, rows, 2)
         rows[:, tokens[:, None], heads[None, :]] = value
 
     @staticmethod
     def _rows(passing: AttentionCall, worker: Worker) -> Tensor:
         assert passing.outputs is not None
-        return passing.outputs[worker.rows.index : worker.rows.index + 1, worker.rows.tokens(worker.step)]
+        return passing.outputs[worker.rows.index : worker.rows.index + 1, worker.rows.tokens(worker.waiting_step)]
 
 
 class RawChannel(Channel):

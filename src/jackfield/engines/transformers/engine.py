@@ -72,6 +72,20 @@ class TransformersEngine(LoadedEngine[PreTrainedModel]):
         self._raw: dict[tuple[str, str], Channel] = {}
         self.running: Run | None = None
 
+    # -- facts that a model's owner may change
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.facts.dtype if self._model is None else self._model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.facts.device if self._model is None else self._model.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.facts.vocab_size if self._model is None else self._model.config.get_text_config().vocab_size
+
     # -- running
 
     def admit(self, prompt_token_ids: Sequence[int], sampling: Sampling) -> None:
@@ -101,6 +115,7 @@ class TransformersEngine(LoadedEngine[PreTrainedModel]):
     # -- serving
 
     def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
+        assert self.model is not None  # EngineDied after `close`
         return self._lens.project(x, norm=norm)
 
     def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel:

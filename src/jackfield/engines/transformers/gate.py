@@ -3,16 +3,21 @@
 A gate is put on the instance, in the place of `forward`, and costs a third of a microsecond when nobody waits: a
 forward hook would send the module down torch's slow path, and one put up while the module already runs is never
 called. What block code itself runs, and what other threads run, goes through untouched.
+
+A module with forward hooks of somebody else's gives what these leave of its result: there the look after it is a hook
+too, the last.
 """
 
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from greenlet import getcurrent
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from jackfield.errors import Unavailable
 from jackfield.interleave.interleaver import Interleaver
@@ -20,6 +25,11 @@ from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Slot
 
 Around = Callable[["Call"], AbstractContextManager[Any] | None]
+Change = Callable[[Any], Any]
+
+# Those that follow, or precede, every module there is.
+AFTER_ALL = cast("dict[int, object]", torch_module._global_forward_hooks)  # pyright: ignore[reportPrivateUsage]
+BEFORE_ALL = cast("dict[int, object]", torch_module._global_forward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
 
 
 class Call:
@@ -84,9 +94,12 @@ def parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
 class Extras:
     """What a run wants of a gate beside its two slots."""
 
-    __slots__ = ("around", "keep_output", "kept", "on_enter", "on_leave")
+    __slots__ = ("around", "changes", "hook", "keep_output", "kept", "left", "on_enter", "on_leave")
 
     def __init__(self) -> None:
+        self.hook: RemovableHandle | None = None  # where other hooks follow the module: ours, after them
+        self.left: Call | None = None  # then: the call that they follow
+        self.changes: list[Change] = []  # then: what the output goes through first
         self.around: Around | None = None
         self.keep_output = False
         self.kept: Any = None
@@ -104,7 +117,7 @@ class Gate:
         self._interleaver: Interleaver | None = None  # elsewhere than at its home, and without one, calls go through
         self._replaced: Any = None
         self._forward: Callable[..., Any] = module.forward
-        self._gated = self._made()
+        self._gated = self._made(self.after)
 
     @property
     def extras(self) -> Extras:
@@ -119,10 +132,24 @@ class Gate:
         self._replaced, self._forward = own.get("forward"), self.module.forward
         self.before.open = self.after.open = True
         self._interleaver = interleaver  # from here on there is something to put back
-        own["forward"] = self._gated
+        if own["_forward_hooks"] or AFTER_ALL:
+            self.extras.hook = self.module.register_forward_hook(self._follow)
+            own["forward"] = self._made(Slot(self.after.site))  # nobody waits there
+        else:
+            own["forward"] = self._gated
 
-    def change_output(self, change: Callable[[Any], Any]) -> None:
+    @property
+    def is_plain(self) -> bool:
+        """Whether the module computes what its class says: it has no hooks, and no other `forward` was put on it."""
+        own = self.module.__dict__
+        hooks = (own["_forward_hooks"], own["_forward_pre_hooks"], AFTER_ALL, BEFORE_ALL)
+        return not any(hooks) and (own.get("forward") if self._interleaver is None else self._replaced) is None
+
+    def change_output(self, change: Change) -> None:
         """Has what the module gives go through `change` first, while the gate is up."""
+        if self.extras.hook is not None:
+            self.extras.changes.append(change)
+            return
         forward = self._forward
         self._forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
 
@@ -130,6 +157,8 @@ class Gate:
         """Takes the gate away: the module is as it was. May be done again, where an interrupt ended it."""
         if self._interleaver is None:
             return
+        if self._extras is not None and self._extras.hook is not None:
+            self._extras.hook.remove()
         if self._replaced is None:
             self.module.__dict__.pop("forward", None)
         else:
@@ -138,8 +167,8 @@ class Gate:
         self.before.open = self.after.open = False
         self._interleaver = None
 
-    def _made(self) -> Callable[..., Any]:
-        before, after = self.before, self.after
+    def _made(self, after: Slot) -> Callable[..., Any]:
+        before = self.before
 
         def gated(*args: Any, **kwargs: Any) -> Any:
             interleaver, extras = self._interleaver, self._extras
@@ -174,9 +203,30 @@ class Gate:
         with listener:
             return self._forward(*args, **kwargs)
 
+    def _follow(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """The look after a module, behind the hooks that follow it. None, as a hook's result, changes nothing."""
+        interleaver, extras = self._interleaver, self._extras
+        if interleaver is None or extras is None or extras.left is None or getcurrent() is not interleaver.home:
+            return None
+        call, extras.left = extras.left, None
+        for change in extras.changes:
+            output = change(output)
+        call.output, self.after.passed = output, interleaver.clock
+        if self.after.workers:
+            interleaver.meet(self.after, call)
+        _leave(extras, call)
+        return call.output
+
     @staticmethod
     def _leave(extras: Extras, call: Call) -> None:
-        if extras.keep_output:
-            extras.kept = call.output
-        if extras.on_leave is not None:
-            extras.on_leave(call)
+        if extras.hook is not None:
+            extras.left = call  # other hooks come first
+        else:
+            _leave(extras, call)
+
+
+def _leave(extras: Extras, call: Call) -> None:
+    if extras.keep_output:
+        extras.kept = call.output
+    if extras.on_leave is not None:
+        extras.on_leave(call)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from jackfield.engines.transformers.gate import Gate
+from jackfield.errors import UnsupportedModel
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Slot
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Formula, LayerAnatomy
@@ -134,14 +135,20 @@ class Gates:
         self._holders.clear()
 
     def _module(self, path: str) -> nn.Module:
-        """`get_submodule`, for what stands below one module looked up once a run."""
+        """`get_submodule`, for what stands below one module looked up once a run. UnsupportedModel: not there now."""
         if not path:
             return self.model
         names = self._names.get(path)
         if names is None:
             above, _, name = path.rpartition(".")
             names = self._names[path] = above, name
-        return self._holder(names[0])[names[1]]
+        try:
+            return self._holder(names[0])[names[1]]
+        except KeyError:
+            raise UnsupportedModel(
+                f"The model had a module {path} when it was loaded, and has none now: its structure was changed since. "
+                "Load it again: jackfield.Model(model)."
+            ) from None
 
     def _holder(self, path: str) -> dict[str, nn.Module]:
         """The modules below the one at `path`."""

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from jackfield.engines.transformers.attends import Attend, ends_with, not_understood
-from jackfield.engines.transformers.dataflow import Block, input_formula, is_linear, output_formula
+from jackfield.engines.transformers.dataflow import Block, input_formula, is_linear, is_norm, output_formula
 from jackfield.engines.transformers.heads import find_heads
 from jackfield.engines.transformers.neurons import find_activations, find_router
 from jackfield.engines.transformers.recording import Call, Recording
@@ -192,14 +192,29 @@ def _held(names: tuple[str, ...], module: nn.Module, config: object = None) -> f
 
 
 def _output_projection(block: Block, mixer: Call | None, attend: Attend) -> str | None:
-    """The first projection of the attention, after the op, that takes all heads, one beside the other."""
+    """The first projection of the attention, after the op, that takes all heads, one beside the other.
+
+    Where a module around it takes the same and nothing else, it is that one: an adapter adds to what it holds.
+    """
     if mixer is None:
         return None
     width = attend.queries.shape[0] * attend.values.shape[-1]
     after = [call for call in block.inside if attend.index < call.start and call.end < mixer.end]
     projections = [call for call in after if is_linear(call) and block.once(call)]
     taking = (call for call in projections if call.argument is not None and call.argument.value.shape[-1] == width)
-    return next((call.path for call in taking), None)
+    found = next(taking, None)
+    if found is None:
+        return None
+    return next(call.path for call in after if call is found or (call.holds(found) and _wraps(block, call, found)))
+
+
+def _wraps(block: Block, call: Call, inner: Call) -> bool:
+    """Whether `call` takes what `inner` does, and nothing else, and gives as many rows as wide; it holds no norm."""
+    given = [seen for seen in (*call.arguments.values(), *call.nested) if seen.value.is_floating_point()]
+    if call.result is None or inner.result is None or inner.argument is None or not block.once(call):
+        return False
+    alike = len(given) == 1 and given[0].equals(inner.argument) and call.result.rows.shape == inner.result.rows.shape
+    return alike and not any(call.holds(other) and is_norm(other) for other in block.inside)
 
 
 def _cached(recording: Recording, attend: Attend, own: float | None) -> tuple[int | None, dict[str, str]]:

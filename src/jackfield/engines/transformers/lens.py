@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from jackfield.errors import EditMismatch, Unavailable
+from jackfield.errors import Unavailable, UnsupportedModel
 from jackfield.values.anatomy import Anatomy
 from jackfield.values.tree import named_modules
 
@@ -19,30 +19,30 @@ class Lens:
 
     def __init__(self, model: PreTrainedModel, anatomy: Anatomy) -> None:
         self._model, self._anatomy = model, anatomy
-        self._tail: list[nn.Module] | None = None
+        self._tail: list[str] | None = None  # paths: what stands there may be replaced
         self._finish: Callable[[Tensor], Tensor] = _same
 
     def project(self, x: Tensor, *, norm: bool) -> Tensor:
         """[..., d_model] to [..., vocab]; without `norm` the final norm is left out."""
         if self._tail is None:
             self._tail = self._find()
-        hidden = self._model.config.get_text_config().hidden_size
-        if not x.is_floating_point() or x.shape[-1:] != (hidden,):
-            raise EditMismatch(
-                f"project_on_vocab takes [..., {hidden}] in floating point; it was given {x.dtype} {tuple(x.shape)}."
-            )
         with torch.set_grad_enabled(torch.is_grad_enabled() and x.requires_grad):
-            for module in self._tail:
-                if norm or module is not self._norm:
-                    x = module(x)
+            for path in self._tail:
+                if norm or path != self._anatomy.final_norm:
+                    x = self._module(path)(x)
             return self._finish(x)
 
-    @property
-    def _norm(self) -> nn.Module | None:
-        return self._model.get_submodule(self._anatomy.final_norm) if self._anatomy.final_norm is not None else None
+    def _module(self, path: str) -> nn.Module:
+        try:
+            return self._model.get_submodule(path)
+        except AttributeError:
+            raise UnsupportedModel(
+                f"project_on_vocab goes through {path}, which the model had when it was loaded, and has not now: load "
+                "it again."
+            ) from None
 
     @torch.no_grad()
-    def _find(self) -> list[nn.Module]:
+    def _find(self) -> list[str]:
         """Follows one token from the last block's output to the logits, module by module."""
         last = self._model.get_submodule(self._anatomy.layers[-1].path)
         passed: list[tuple[nn.Module, Tensor, Tensor]] = []
@@ -55,10 +55,11 @@ class Lens:
             for handle in handles:
                 handle.remove()
         place = max(index for index, (module, _, _) in enumerate(passed) if module is last)
-        stream, tail = passed[place][2], list[nn.Module]()
+        stream, tail = passed[place][2], list[str]()
+        paths = {id(module): path for path, module in named_modules(self._model).items()}
         for module, given, result in passed[place + 1 :]:
             if torch.equal(given, stream):
-                stream, tail = result, [*tail, module]
+                stream, tail = result, [*tail, paths[id(module)]]
         self._finish = _finish(self._model, stream, logits)
         return tail
 

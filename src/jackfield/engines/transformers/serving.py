@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from jackfield.engines.transformers.channels import (
@@ -140,8 +139,7 @@ class Serving:
         formula = Formula(Site(attention.output_projection, Port.INPUT))
         if name == "attention_premix":
             return HeadsFormulaChannel(title, formula, attention.num_heads)
-        projection: nn.Module = self.model.get_submodule(attention.output_projection)
-        return HeadResultsChannel(title, formula, attention.num_heads, projection)
+        return HeadResultsChannel(title, formula, attention.num_heads)
 
 
 def _prerotary(name: str, title: str, attention: AttentionAnatomy, call: int) -> Channel | Missing:
