@@ -50,7 +50,7 @@ GPU: Final = Scale(
     prompt=128,
     long_prompt=8192,
     new=64,
-    load=Load(requests=512, rate=16.0, prompt=(16, 2048), new=(16, 256)),
+    load=Load(requests=256, rate=16.0, prompt=(16, 2048), new=(16, 256)),
     shape={
         "vocab_size": 151936,
         "hidden_size": 4096,

@@ -5,7 +5,7 @@ the machine down for a while slows all three.
 """
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,21 +47,43 @@ class Numbers:
     conditions: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def measure(plan: Plan) -> Numbers:
-    """Times of all rows, of the peers' rows, of the mixed load, and memory."""
+def merged(several: Sequence[Numbers]) -> Numbers:
+    """Several sessions of one machine as one; ValueError where they are not of one device, or not of one commit.
+
+    Rounds keep their numbers: of the mixed load, those of one session stay together.
+    """
+    first, *others = several
+    for other in others:
+        for what in ("device", "jackfield", "model", "lengths", "vLLM's options"):
+            if other.conditions[what] != first.conditions[what]:
+                raise ValueError(f"{what}: {other.conditions[what]}, and in another session {first.conditions[what]}")
+    lists = {name: [one for each in several for one in getattr(each, name)] for name in ("times", "mixed", "failed")}
+    names = ("memory", "left_out", "about", "conditions")
+    maps = {name: {key: one for each in several for key, one in getattr(each, name).items()} for name in names}
+    timed = {each["who"] for each in lists["times"]}
+    maps["left_out"] = {name: why for name, why in maps["left_out"].items() if name not in timed}
+    return Numbers(**lists, **maps)
+
+
+def measure(plan: Plan, keep: Callable[[Numbers], None]) -> Numbers:
+    """Times of all rows, of the peers' rows, of the mixed load, and memory. `keep` is told after each part."""
     numbers = Numbers()
     with _worker(plan, OURS) as engines:
         numbers.about[OURS] = engines.ask("prepare")["about"]
         for batch in plan.batches:
             rows = [row for row in plan.rows if row.runs_at(batch)]
             _take_turns(plan, numbers, engines, engines, rows, batch)
+            keep(numbers)
         _mixed(plan, numbers, engines)
         for peer, environment in plan.peers:
+            keep(numbers)
             _peer(plan, numbers, engines, peer, environment)
+        keep(numbers)
     for who in (PLAIN, ALONE) if plan.memory else ():
         say(f"memory: {who}")
         with _worker(plan, who) as alone:
             numbers.memory[who] = alone.ask("memory", batches=list(plan.batches))
+    keep(numbers)
     return numbers
 
 
