@@ -30,7 +30,7 @@ demo: $(STAMPS)/demo
 # over some, and takes the process's one torch.distributed group.
 test: $(STAMPS)/vllm
 	$(PYTEST) -m "not vllm" $(TESTS)
-	$(if $(filter tests,$(TESTS)),$(PYTEST) -m vllm --ignore $(RANKS) tests/engines/vllm tests/contract tests/interventions tests/harvest)
+	$(if $(filter tests,$(TESTS)),$(PYTEST) -m vllm --ignore $(RANKS) tests/engines/vllm tests/contract tests/interventions tests/harvest tests/bench)
 	$(if $(filter tests,$(TESTS)),$(PYTEST) -n 0 $(RANKS))
 
 check: $(STAMPS)/dev
