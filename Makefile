@@ -16,7 +16,7 @@ TESTS ?= tests
 # Two ranks of vLLM are not started where another vLLM has been.
 RANKS := tests/engines/vllm/test_tensor_parallel.py
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench bench-gpu clean
 
 demo: $(STAMPS)/demo
 	mkdir -p demo
@@ -30,7 +30,7 @@ demo: $(STAMPS)/demo
 # over some, and takes the process's one torch.distributed group.
 test: $(STAMPS)/vllm
 	$(PYTEST) -m "not vllm" $(TESTS)
-	$(if $(filter tests,$(TESTS)),$(PYTEST) -m vllm --ignore $(RANKS) tests/engines/vllm tests/contract tests/interventions tests/harvest)
+	$(if $(filter tests,$(TESTS)),$(PYTEST) -m vllm --ignore $(RANKS) tests/engines/vllm tests/contract tests/interventions tests/harvest tests/bench)
 	$(if $(filter tests,$(TESTS)),$(PYTEST) -n 0 $(RANKS))
 
 check: $(STAMPS)/dev
@@ -41,6 +41,10 @@ check: $(STAMPS)/dev
 bench: $(STAMPS)/dev
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench.llama
+
+# In an environment of the caller's, which has vLLM for this machine's GPU: make bench-gpu PYTHON=... BENCH="--rounds 4"
+bench-gpu:
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m bench.gpu $(BENCH)
 
 clean:
 	rm -rf build demo dist .pytest_cache .ruff_cache .hypothesis

@@ -83,26 +83,26 @@ def tables(measured: Measured) -> str:
     """All of what is written into the page."""
     parts = [
         "### Ratios",
-        _table(("", *COLUMNS, "target", "met"), [_ratio_row(measured, row) for row in RATIOS]),
+        table(("", *COLUMNS, "target", "met"), [_ratio_row(measured, row) for row in RATIOS]),
         "### Milliseconds added to a model of 24 layers and width 64",
-        _table(("", *COLUMNS, "target", "met"), [_added_row(measured, row) for row in ADDED]),
-        _table(("", *COLUMNS), [_each_row(measured, title, case) for title, case in EACH]),
+        table(("", *COLUMNS, "target", "met"), [_added_row(measured, row) for row in ADDED]),
+        table(("", *COLUMNS), [_each_row(measured, title, case) for title, case in EACH]),
         "### Memory, in MB",
-        _table(("", PLAIN, *COLUMNS), _memory_rows(measured)),
+        table(("", PLAIN, *COLUMNS), _memory_rows(measured)),
         "### Milliseconds",
-        _table(("", "`generate`", "the forward", *COLUMNS), _absolute_rows(measured)),
+        table(("", "`generate`", "the forward", *COLUMNS), _absolute_rows(measured)),
         "### Conditions",
         "\n".join(f"- {name}: {value}" for name, value in measured.conditions.items()),
     ]
     return "\n\n".join(part for part in parts)
 
 
-def written(page: str, tables: str) -> str:
+def written(page: str, tables: str, begin: str = BEGIN, end: str = END) -> str:
     """The page with these tables between its two markers; ValueError where it has not just one pair of them."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise ValueError(f"the page should have {BEGIN} and, after it, {END}, each once")
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.split(END)[1]}"
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"the page should have {begin} and, after it, {end}, each once")
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n\n{tables}\n\n{end}{rest.split(end)[1]}"
 
 
 def write(path: Path, measured: Measured) -> None:
@@ -194,9 +194,10 @@ def _met(found: Spread | None, most: float | None) -> str:
     return "yes" if found.median <= most else "**no**"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-__all__ = ["BEGIN", "COLUMNS", "END", "LIBRARIES", "Measured", "Row", "tables", "write", "written"]
+__all__ = ["BEGIN", "COLUMNS", "END", "LIBRARIES", "NONE", "Measured", "Row", "table", "tables", "write", "written"]

@@ -22,11 +22,22 @@ OURS = "jackfield"  # whose numbers the tables are about
 
 
 class Process:
-    """A worker in a library's environment. Idle, it takes no time of the machine."""
+    """A worker in a library's environment. Idle, it takes no time of the machine.
 
-    def __init__(self, environment: Environment, folder: Path, threads: int, **variables: str) -> None:
+    `program` is the worker's module, and what it is told before the library, the folder and the threads.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        folder: Path,
+        threads: int,
+        *,
+        program: Sequence[str] = ("bench.worker",),
+        **variables: str,
+    ) -> None:
         self.library = environment.library
-        command = [str(environment.python), "-m", "bench.worker", self.library, str(folder), str(threads)]
+        command = [str(environment.python), "-m", *program, self.library, str(folder), str(threads)]
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -55,8 +66,16 @@ class Process:
 
 
 @contextmanager
-def process(environment: Environment, folder: Path, threads: int, **variables: str) -> Generator[Process, None, None]:
-    found = Process(environment, folder, threads, **variables)
+def process(
+    environment: Environment,
+    folder: Path,
+    threads: int,
+    *,
+    program: Sequence[str] = ("bench.worker",),
+    **variables: str,
+) -> Generator[Process, None, None]:
+    """A worker that is closed at the end."""
+    found = Process(environment, folder, threads, program=program, **variables)
     try:
         yield found
     finally:
