@@ -288,6 +288,15 @@ class Model(RootValues, ValuePart):
         """Transformers' configuration of the model."""
         return self._engine.config
 
+    def stats(self) -> Mapping[str, int]:
+        """How many of vLLM's passes ran in which way since it was started; {} on engines that have one way alone.
+
+        `plain`: without a traced request, as vLLM runs them. `armed`: full CUDA graphs with blocks or tables in them;
+        of these `tabled` with tables, and `again` run a second time, for a place that a block had not been at before.
+        `eager`: with traced requests, without CUDA graphs. `captured`: graphs that were captured for blocks or tables.
+        """
+        return self._engine.stats()
+
     # -- life
 
     def close(self) -> None:

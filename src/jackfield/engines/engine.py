@@ -108,6 +108,10 @@ class Engine(ABC):
     def batches(self, requests: Iterator[Request]) -> Iterator[list[Request]]:
         """Cuts a stream of requests into the batches that `execute` takes."""
 
+    def stats(self) -> Mapping[str, int]:
+        """How many passes ran in which way; empty where all run in the same."""
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Lets go of the model."""

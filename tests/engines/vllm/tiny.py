@@ -32,6 +32,7 @@ OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "distributed_executor_backend": "uni",
         "enforce_eager": True,
+        "gpu_memory_utilization": 0.3,  # of the machine's memory, where tests beside this one have some as well
         "max_model_len": 256,
         "max_num_seqs": 8,
         "dtype": "float32",

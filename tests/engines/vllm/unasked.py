@@ -19,6 +19,7 @@ def started(folder: str, **options: Any) -> Any:
         folder,
         dtype="float32",
         enforce_eager=True,
+        gpu_memory_utilization=0.3,
         max_model_len=64,
         num_gpu_blocks_override=40,
         block_size=32,

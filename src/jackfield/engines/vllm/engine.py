@@ -267,6 +267,9 @@ class VllmEngine(Served):
         made: Tensor = self._driver.do(self._ask, "jackfield_project", dumps(x.detach(), self._ends), norm)
         return made.to(x.device)
 
+    def stats(self) -> Mapping[str, int]:
+        return self._driver.do(self._ask, "jackfield_stats")
+
     # -- what only a block can do
 
     def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel:

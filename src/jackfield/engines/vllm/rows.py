@@ -60,6 +60,9 @@ class Runner(ABC):
         while self._undone:
             self._undone.pop()()
 
+    def scheduled(self) -> None:  # noqa: B027 - what most runners count elsewhere
+        """A pass is about to run, as it was said to."""
+
     @abstractmethod
     def settle_graphs(self, watch: Watch) -> None:
         """To be called before graphs are captured. `watch` runs a replay as a watched pass."""
@@ -139,6 +142,9 @@ class FirstRunner(Runner):
 
         runner.cudagraph_dispatcher.dispatch = dispatched
 
+    def scheduled(self) -> None:
+        self.stats.count(traced=self.traced)
+
     def settle_graphs(self, watch: Watch) -> None:
         """Nothing: a traced pass of this runner has no graph."""
 
@@ -204,7 +210,10 @@ class SecondRunner(Runner):
 
         def dispatched(dispatch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             chosen = dispatch(*args, **(kwargs | {"need_eager": True} if self._graphless() else kwargs))
-            return self._armed(chosen) or dispatch(*args, **(kwargs | {"need_eager": True}))
+            if (taken := self._armed(chosen)) is not None:
+                return taken
+            self.stats.count(traced=True)
+            return dispatch(*args, **(kwargs | {"need_eager": True}))
 
         prepare_metadata = runner.model_state.prepare_attn if hasattr(runner, "model_state") else None
 

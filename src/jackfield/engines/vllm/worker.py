@@ -5,6 +5,7 @@ jackfield started. An engine that was started otherwise has no such worker.
 """
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -103,6 +104,10 @@ class Worker(_Base):
         """Objects that the client has let go of."""
         for key in keys:
             self.jackfield.host.shared.pop(key, None)
+
+    def jackfield_stats(self) -> bytes:
+        """How many passes ran in which way."""
+        return self._answer(asdict(self.jackfield.rows.stats))
 
     def jackfield_held(self) -> bytes:
         """What is alive here, of every rank."""

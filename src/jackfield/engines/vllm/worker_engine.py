@@ -120,6 +120,8 @@ class WorkerEngine(Served):
         if tables is not None and tables.buffers is not None and tabled:
             tables.buffers.settle(self._most_rows)
         self._real = scheduler_output.total_num_scheduled_tokens > 0
+        if self._real:
+            rows.scheduled()
 
     def settle(self) -> Mapping[str, str]:
         """The step is over: requests that end by their blocks, and why."""
