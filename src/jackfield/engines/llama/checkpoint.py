@@ -78,19 +78,9 @@ def _open(folder: Path) -> tuple[ModelArgs, list[dict[str, Tensor]], dict[str, s
     index = folder / "model.safetensors.index.json"
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     files = [load_file(folder / name) for name in names]
-    if not args.tied or _has_head_of_its_own(files):
-        return replace(args, tied=False), files, _TRANSFORMERS
-    return args, files, _TRANSFORMERS | {"output": "model.embed_tokens"}
-
-
-def _has_head_of_its_own(files: Iterable[Mapping[str, Tensor]]) -> bool:
-    """Whether the head differs from the embedding: such a model is not tied, whatever its configuration says.
-
-    So does transformers (modeling_utils.py, `tie_weights`, version 5).
-    """
-    weights = {name: weight for file in files for name, weight in file.items()}
-    embedding, head = (weights.get(f"{_TRANSFORMERS[name]}.weight") for name in ("tok_embeddings", "output"))
-    return embedding is not None and head is not None and not torch.equal(embedding, head)
+    both = [file[name] for file in files for name in file if name in ("lm_head.weight", "model.embed_tokens.weight")]
+    tied = args.tied and (len(both) < 2 or torch.equal(*both))  # transformers 5 has it so
+    return replace(args, tied=tied), files, _TRANSFORMERS | ({"output": "model.embed_tokens"} if tied else {})
 
 
 def _fill(model: Transformer, parts: Mapping[str, Sequence[Tensor]], names: Mapping[str, str]) -> None:
@@ -109,8 +99,7 @@ def _fill(model: Transformer, parts: Mapping[str, Sequence[Tensor]], names: Mapp
             part = interleaved(heads).movedim(-1, 1).flatten(0, 1)
         torch.utils.swap_tensors(parameter, nn.Parameter(part.contiguous(), requires_grad=False))
     # Some files hold frequencies, and some tied models their head once more.
-    extra = {name for name in parts if not name.endswith(("inv_freq", "rope.freqs", "lm_head.weight"))} - used
-    if extra:
+    if extra := {name for name in parts if not name.endswith(("inv_freq", "rope.freqs", "lm_head.weight"))} - used:
         raise UnsupportedModel(f"The checkpoint has weights that nothing here uses: {', '.join(sorted(extra)[:5])}.")
 
 
