@@ -27,10 +27,12 @@ demo: $(STAMPS)/demo
 	@echo "Pictures and the steering vector are in demo/"
 
 # vLLM's tests have processes of their own: starting, it goes through every module that the process has imported, stumbles
-# over some, and takes the process's one torch.distributed group.
+# over some, and takes the process's one torch.distributed group. An engine that is closed takes that group from others
+# in its process, so the suites that share one have other processes than those that start their own.
 test: $(STAMPS)/vllm
 	$(PYTEST) -m "not vllm" $(TESTS)
-	$(if $(filter tests,$(TESTS)),$(PYTEST) -m vllm --ignore $(RANKS) tests/engines/vllm tests/contract tests/interventions tests/harvest tests/bench)
+	$(if $(filter tests,$(TESTS)),$(PYTEST) -m vllm --ignore $(RANKS) tests/engines/vllm tests/bench)
+	$(if $(filter tests,$(TESTS)),$(PYTEST) -m vllm tests/contract tests/interventions tests/harvest)
 	$(if $(filter tests,$(TESTS)),$(PYTEST) -n 0 $(RANKS))
 
 check: $(STAMPS)/dev
