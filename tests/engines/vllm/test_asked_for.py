@@ -114,7 +114,7 @@ def test_values_in_any_mode(model: jf.Model) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (torch.zeros(3), r"takes \[..., 64\] in torch.float32; it was given torch.float32 \(3,\)"),
+        (torch.zeros(3), r"takes \[..., 64\] of torch.float32; it was given torch.float32 \(3,\)"),
         (torch.zeros(64, dtype=torch.long), "it was given torch.int64"),
         (torch.zeros(64, dtype=torch.float64), "it was given torch.float64"),
         ([1.0], "it was given a list"),

@@ -263,7 +263,7 @@ class VllmEngine(Served):
         of_ranks = [self._heard(each) for each in self._driver.do(self.llm.collective_rpc, "jackfield_held")]
         return {what: sum(held[what] for held in of_ranks) for what in of_ranks[0]}
 
-    def _project(self, x: Tensor, *, norm: bool) -> Tensor:
+    def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
         made: Tensor = self._driver.do(self._ask, "jackfield_project", dumps(x.detach(), self._ends), norm)
         return made.to(x.device)
 

@@ -1,15 +1,13 @@
 """What a client's engine and a worker's have in common: both answer for the parts of one described model."""
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, cast
 
 from torch import Tensor, nn
 
 from jackfield.engines.engine import Engine
 from jackfield.engines.vllm.description import Description, LayerDescription, submodule
-from jackfield.errors import EditMismatch, Unavailable, UnknownValue
+from jackfield.errors import Unavailable, UnknownValue
 from jackfield.interleave.worker import Channel
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, LayerAnatomy, Missing
 from jackfield.values.attention import AttentionValues
@@ -37,20 +35,6 @@ class Served(Engine):
     def _reason(self, name: str, layer: int | None) -> str | None:
         missing = self.description.missing if layer is None else self.description.layers[layer].missing
         return missing.get(name)
-
-    def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
-        wanted = f"project_on_vocab takes [..., {self.facts.hidden_size}] in {self.facts.dtype}"
-        if not isinstance(cast("Any", x), Tensor):
-            raise EditMismatch(f"{wanted}; it was given a {type(x).__name__}.")
-        if x.dtype != self.facts.dtype or x.shape[-1:] != (self.facts.hidden_size,):
-            raise EditMismatch(f"{wanted}; it was given {x.dtype} {tuple(x.shape)}. Nothing is cast.")
-        if not x.numel():
-            return x.new_empty(*x.shape[:-1], self.facts.vocab_size)
-        return self._project(x, norm=norm)
-
-    @abstractmethod
-    def _project(self, x: Tensor, *, norm: bool) -> Tensor:
-        """The same, of what it takes."""
 
     def attention(self, layer: int) -> AttentionAnatomy:
         attention = self._layer(layer).attention

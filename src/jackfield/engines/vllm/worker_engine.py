@@ -245,7 +245,7 @@ class WorkerEngine(Served):
             return f"tensor_parallel_size={self.ranks.size} gives the logits to one rank alone on this platform"
         return reason
 
-    def _project(self, x: Tensor, *, norm: bool) -> Tensor:
+    def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
         worker = Worker.current()  # none where the client asks
         with nullcontext() if worker is None else worker.aside():
             rows = x.reshape(-1, x.shape[-1])
