@@ -165,16 +165,3 @@ def test_after_a_preemption_rows_are_kept_once_and_edited_again() -> None:
             assert one.saved["layers.0.mlp_output"].shape[0] == 28 + 39
     finally:
         model.close()
-
-
-def test_stats_say_which_way_passes_ran(model: jf.Model) -> None:
-    """Of the first runner, which has no graphs for blocks and tables."""
-    before = model.stats()
-    model.run(PROMPTS[0], max_tokens=3, ignore_eos=True)
-    between = model.stats()
-    model.generate(PROMPTS[0], lists(model)[0], max_tokens=3, ignore_eos=True)
-    after = model.stats()
-    assert between["plain"] - before["plain"] >= 3
-    assert between["eager"] == before["eager"]
-    assert after["eager"] - between["eager"] == 3
-    assert after["armed"] == after["tabled"] == after["captured"] == 0
