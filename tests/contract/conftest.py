@@ -90,6 +90,11 @@ def model(engine: Subject) -> jf.Model:
 
 
 @pytest.fixture
+def fake() -> jf.Model:
+    return subject("fake").model
+
+
+@pytest.fixture
 def editable(engine: Subject) -> Callable[[str], None]:
     """Skips a test of edits where this engine lets a value be read alone."""
 

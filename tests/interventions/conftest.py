@@ -1,30 +1,6 @@
-"""The engines of the contract suite. vLLM is one of them where it is installed."""
+"""The engines of the contract suite."""
 
-import importlib.util
-
-import pytest
-
-import jackfield as jf
-from tests.contract.conftest import ENGINES, MARKS, Subject, subject
-
-HERE = [name for name in ENGINES if name != "vllm" or importlib.util.find_spec("vllm") is not None]
-
-
-@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in HERE])
-def engine(request: pytest.FixtureRequest) -> Subject:
-    return subject(request.param)
-
-
-@pytest.fixture
-def model(engine: Subject) -> jf.Model:
-    return engine.model
-
-
-@pytest.fixture
-def fake() -> jf.Model:
-    return subject("fake").model
-
-
-@pytest.fixture
-def prompts(engine: Subject) -> list[list[int]]:
-    return engine.prompts
+from tests.contract.conftest import engine as engine
+from tests.contract.conftest import fake as fake
+from tests.contract.conftest import model as model
+from tests.contract.conftest import prompts as prompts

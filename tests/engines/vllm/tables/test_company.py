@@ -11,7 +11,6 @@ import jackfield as jf
 from jackfield.engines.vllm.tables import tables, trail
 from jackfield.interventions import block as intervention_block
 from tests.engines.vllm import tiny
-from tests.engines.vllm.test_preemption import preempted
 
 PROMPTS = [[6, 20, 13, 28, 9, 17, 30, 44, 51, 2, 90], [11, 25, 8], [14, 22, 7, 31, 19], [5, 6], [7] * 20, [9, 8, 7, 6]]
 ARGUMENTS: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True}
@@ -144,24 +143,3 @@ def test_many_directions_are_a_block(model: jf.Model, monkeypatch: pytest.Monkey
     for own in (many, few):
         expected = as_blocks(model, monkeypatch, PROMPTS[0], own)[0]
         same(model.generate(PROMPTS[0], own, **ARGUMENTS)[0], expected)
-
-
-@pytest.mark.slow
-def test_after_a_preemption_rows_are_kept_once_and_edited_again() -> None:
-    """In a cache that does not hold all of them to their end."""
-    model = tiny.llama(max_model_len=96, num_gpu_blocks_override=6, enable_prefix_caching=False)
-    try:
-        width = model.hidden_size
-        own = [[jf.Steer("layers.0.layer_output", numbers(width, seed=seed)), jf.Capture("layers.*.mlp_output")]
-               for seed in range(4)]  # fmt: skip
-        prompts = [[*range(seed, seed + 28)] for seed in range(4)]
-        arguments: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
-        alone = [model.generate(prompt, given, **arguments)[0] for prompt, given in zip(prompts, own, strict=True)]
-        with preempted(model) as seen:
-            together = model.generate(prompts, own, **arguments)
-        assert seen
-        for one, other in zip(together, alone, strict=True):
-            same(one, other)
-            assert one.saved["layers.0.mlp_output"].shape[0] == 28 + 39
-    finally:
-        model.close()

@@ -30,27 +30,76 @@ RESTORE: Final = tl.constexpr(8)
 
 
 @triton.jit
-def _run(
-    x,
-    residual,
-    slots,
-    ranges,
-    ops,
-    numbers,
+def _directions(bank, begin, count, size, inside, place, BLOCK: tl.constexpr, DIRECTIONS: tl.constexpr):
+    """The next of an operation's vectors [direction, column], zero outside of them and of its columns."""
+    which = begin + tl.arange(0, DIRECTIONS)
+    there = bank + which[:, None] * size + place[None, :]
+    return tl.load(there, mask=(which < count)[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _changed(
+    kind, total, inside, place, bank, size, count, scale, stash, BLOCK: tl.constexpr, DIRECTIONS: tl.constexpr
+):
+    """The row as an edit makes it, in float32; as it is, where the operation edits nothing."""
+    here = tl.where(inside, total, 0.0)
+    made = total
+    if kind == STEER:
+        made = total + scale * tl.load(bank + place, mask=inside, other=0.0)
+    elif kind == STEER_RELATIVE:
+        made = total + scale * tl.sqrt(tl.sum(here * here, 0)) * tl.load(bank + place, mask=inside, other=0.0)
+    elif kind == PROJECT:
+        part = tl.zeros([BLOCK], dtype=tl.float32)
+        for begin in range(0, count, DIRECTIONS):
+            basis = _directions(bank, begin, count, size, inside, place, BLOCK, DIRECTIONS)
+            part += tl.sum(tl.sum(basis * here[None, :], 1)[:, None] * basis, 0)
+        made = total - scale * part
+    elif kind == SCALE:
+        made = scale * total
+        if scale <= 0:
+            made = tl.where(total == float("-inf"), total, made)  # a masked score stays masked
+    elif kind == REPLACE:
+        made = tl.load(bank + place, mask=inside, other=0.0)
+    elif kind == RESTORE:
+        made = tl.load(stash + place, mask=inside, other=0.0).to(tl.float32)
+    return made
+
+
+@triton.jit
+def _leave(
+    kind,
+    total,
+    inside,
+    place,
+    bank,
+    size,
+    count,
     captured,
     probed,
     stash,
-    x_stride,
-    residual_stride,
-    ranges_stride,
-    captured_stride,
-    probed_stride,
-    stash_stride,
-    width,
-    HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     DIRECTIONS: tl.constexpr,
 ):
+    """What an operation that edits nothing leaves in the row's buffers."""
+    if kind == CAPTURE:
+        tl.store(captured + place, total.to(captured.dtype.element_ty), mask=inside)
+    elif kind == PROBE:
+        here = tl.where(inside, total, 0.0)
+        for begin in range(0, count, DIRECTIONS):
+            which = begin + tl.arange(0, DIRECTIONS)
+            basis = _directions(bank, begin, count, size, inside, place, BLOCK, DIRECTIONS)
+            bias = tl.load(bank + count * size + which, mask=which < count, other=0.0)
+            tl.store(probed + which, tl.sum(basis * here[None, :], 1) + bias, mask=which < count)
+    elif kind == STASH:
+        tl.store(stash + place, total.to(stash.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _run(
+    x, residual, slots, ranges, ops, numbers, captured, probed, stash,
+    x_stride, residual_stride, ranges_stride, captured_stride, probed_stride, stash_stride, width,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, DIRECTIONS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -61,7 +110,6 @@ def _run(
         return
     dtype = x.dtype.element_ty
     column = tl.arange(0, BLOCK)
-    direction = tl.arange(0, DIRECTIONS)
     own = tl.load(x + row * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
     other = tl.zeros([BLOCK], dtype=tl.float32)
     if HAS_RESIDUAL:
@@ -69,53 +117,21 @@ def _run(
     edited = 0
     for number in range(first, last):
         at = ops + number * 8
-        kind = tl.load(at) & 15
-        summed = tl.load(at) >> 4
-        start = tl.load(at + 1)
-        size = tl.load(at + 2)
+        kind, summed = tl.load(at) & 15, tl.load(at) >> 4
+        start, size, count = tl.load(at + 1), tl.load(at + 2), tl.load(at + 4)
         bank = numbers + tl.load(at + 3).to(tl.int64)
-        count = tl.load(at + 4)
-        place = tl.load(at + 5)
         scale = tl.load(at + 6).to(tl.float32, bitcast=True)
         inside = (column >= start) & (column < start + size)
+        place = column - start
         total = own
         if summed == 1:
             total = (own + other).to(dtype).to(tl.float32)
-        here = tl.where(inside, total, 0.0)
-        made = total
-        if kind == STEER:
-            made = total + scale * tl.load(bank + column - start, mask=inside, other=0.0)
-        elif kind == STEER_RELATIVE:
-            length = tl.sqrt(tl.sum(here * here, 0))
-            made = total + scale * length * tl.load(bank + column - start, mask=inside, other=0.0)
-        elif kind == PROJECT:
-            part = tl.zeros([BLOCK], dtype=tl.float32)
-            for begin in range(0, count, DIRECTIONS):
-                which = begin + direction
-                there = bank + which[:, None] * size + (column - start)[None, :]
-                basis = tl.load(there, mask=(which < count)[:, None] & inside[None, :], other=0.0)
-                part += tl.sum(tl.sum(basis * here[None, :], 1)[:, None] * basis, 0)
-            made = total - scale * part
-        elif kind == SCALE:
-            made = scale * total
-            if scale <= 0:
-                made = tl.where(total == float("-inf"), total, made)
-        elif kind == REPLACE:
-            made = tl.load(bank + column - start, mask=inside, other=0.0)
-        elif kind == CAPTURE:
-            tl.store(captured + row * captured_stride + place + column - start, total.to(dtype), mask=inside)
-        elif kind == PROBE:
-            for begin in range(0, count, DIRECTIONS):
-                which = begin + direction
-                there = bank + which[:, None] * size + (column - start)[None, :]
-                basis = tl.load(there, mask=(which < count)[:, None] & inside[None, :], other=0.0)
-                bias = tl.load(bank + count * size + which, mask=which < count, other=0.0)
-                products = tl.sum(basis * here[None, :], 1) + bias
-                tl.store(probed + row * probed_stride + place + which, products, mask=which < count)
-        elif kind == STASH:
-            tl.store(stash + row * stash_stride + column, total.to(dtype), mask=inside)
-        elif kind == RESTORE:
-            made = tl.load(stash + row * stash_stride + column, mask=inside, other=0.0).to(tl.float32)
+        kept = tl.load(at + 5)
+        here = captured + row * captured_stride + kept
+        there = probed + row * probed_stride + kept
+        stashed = stash + row * stash_stride
+        _leave(kind, total, inside, place, bank, size, count, here, there, stashed, BLOCK, DIRECTIONS)
+        made = _changed(kind, total, inside, place, bank, size, count, scale, stashed, BLOCK, DIRECTIONS)
         made = tl.where(inside, made.to(dtype).to(tl.float32), total)
         is_edit = (kind <= REPLACE) | (kind == RESTORE)  # what is not a number differs from itself
         if is_edit & (tl.sum((made != total).to(tl.int32), 0) > 0):
