@@ -31,7 +31,7 @@ class Recorder:
     def keep(self, site: Site, x: Tensor, residual: Tensor | None) -> None:
         """A copy of the probe's rows of what passes."""
         if self.rows is not None:
-            self.forms[site] = x[0].numel(), x.dtype
+            self.forms[site] = x.shape[1:].numel(), x.dtype
             self.seen.append(Seen(site, self._own(x), None if residual is None else self._own(residual)))
 
     def _own(self, tensor: Tensor) -> Tensor:
