@@ -29,6 +29,8 @@ class Job:
 
     def request(self, prompt: Prompt, block: Block | None, sampling: Sampling) -> Request:
         """One admitted request."""
+        if not isinstance(self.gradients, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  # the caller's
+            raise InvalidRequest(f"gradients={self.gradients!r}: write True or False.")
         if self.gradients and self.engine.no_gradients is not None:
             raise Unavailable(f"gradients=True is not available: {self.engine.no_gradients}.")
         token_ids = tokenize(prompt, self.engine.tokenizer, self.chat_template_kwargs)

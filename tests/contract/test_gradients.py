@@ -60,3 +60,14 @@ def test_several_prompts_have_graphs_of_their_own(differentiable: jf.Model, prom
 
     for prompt, result in zip(prompts, differentiable.run(prompts, block, gradients=True), strict=True):
         torch.testing.assert_close(result.returned, differentiable.run(prompt, block, gradients=True).returned)
+
+
+def test_what_is_asked_for_in_vain(differentiable: jf.Model, prompt: list[int]) -> None:
+    def block(m: jf.Model, t: Any) -> Any:
+        return t.gradient(m.layers[0].layer_output.sum(), [])
+
+    with pytest.raises(jf.TracingError, match="asks for the gradient of nothing"):
+        differentiable.run(prompt, block, gradients=True)
+    unsure: Any = "yes"
+    with pytest.raises(jf.InvalidRequest, match="gradients='yes': write True or False"):
+        differentiable.run(prompt, block, gradients=unsure)

@@ -296,10 +296,10 @@ def test_a_resize_in_place_is_refused(model: jf.Model, prompt: list[int]) -> Non
         model.run(prompt, block)
 
 
-@pytest.mark.parametrize("name", ["attention_head_results", "next_token_probabilities"])
+@pytest.mark.parametrize("name", ["attention_head_results", "next_token_probabilities", "input_ids"])
 def test_what_can_be_read_only_is_not_changed(model: jf.Model, prompt: list[int], name: str) -> None:
     def part(m: jf.Model) -> Any:
-        return m if name == "next_token_probabilities" else m.layers[0]
+        return m.layers[0] if name == "attention_head_results" else m
 
     def in_place(m: jf.Model, t: Any) -> None:
         getattr(part(m), name).zero_()

@@ -145,7 +145,7 @@ class InlineEngine(LoadedEngine[M]):
 
     def step_value(self, name: str, worker: Worker) -> Tensor:
         assert self._run is not None
-        return self._run.input_ids[worker.rows.index :][:1, -worker.rows.num_tokens(worker.step) :].clone()
+        return self._run.input_ids[worker.rows.index :][:1, -worker.rows.num_tokens(worker.step) :]
 
     def _layer(self, layer: int) -> LayerAnatomy:
         path, width = f"layers.{layer}", self.facts.head_dim

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import greenlet
 import torch
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 
 AnyHeld = Held | HeldNest
+
+
+READ_ONLY: Final = "{name} can be read only, and was changed in place: clone it for scratch."
 
 
 class Slot:
@@ -126,6 +129,7 @@ class Worker:
         self.finalize: Callable[[], None] = lambda: None
         self._held: list[AnyHeld] = []
         self._past: list[AnyHeld] = []  # what the block has moved past
+        self._shown: list[tuple[str, Tensor, int]] = []  # in this step, each with the version that it was given with
         self._many = MANY  # of them, after which those that nobody has any more are forgotten
         self._modes = BlockModes()
         self._engine: greenlet.greenlet | None = None
@@ -208,8 +212,16 @@ class Worker:
             self.done, self.slot, self.passing = True, None, None
             self._held.clear()
             self._past.clear()
+            self._shown.clear()
 
     # -- the block's side
+
+    def show(self, name: str, value: Tensor) -> Tensor:
+        """A copy of what is known in the block's step and cannot be edited; that it is not is checked with the step."""
+        with torch.inference_mode(False):  # a tensor born in it has no version counter
+            copy = value.clone()
+        self._shown.append((name, copy, copy._version))
+        return copy
 
     def read(self, channel: Channel, selection: Selection = WHOLE) -> Any:
         """The value of `channel` in the block's step: waits for it, and hands out a private copy."""
@@ -357,11 +369,15 @@ class Worker:
             shape, other = held.reshaped
             raise EditMismatch(f"{channel.name} has shape {tuple(shape)}, and was changed in place to {tuple(other)}.")
         if not channel.writable:
-            raise EditMismatch(f"{channel.name} can be read only, and was changed in place: clone it for scratch.")
+            raise EditMismatch(READ_ONLY.format(name=channel.name))
         self._put(channel, held.selection, held.value)
         held.settled()
 
     def _check_past(self) -> None:
+        shown, self._shown = self._shown, []
+        for name, tensor, version in shown:
+            if tensor._version != version:
+                raise EditMismatch(READ_ONLY.format(name=name))
         for past in self._past:
             if past.changed:
                 self._past, name = [], past.channel.name

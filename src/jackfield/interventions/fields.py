@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from jackfield.errors import near
@@ -103,6 +104,8 @@ def check_tensor(given: Tensor, wanted: str, axes: tuple[int, ...]) -> None:
         raise ValueError(
             f"it has shape {tuple(given.shape)} and dtype {given.dtype}; write {wanted} in floating point."
         )
+    if given.layout != torch.strided or given.is_meta:
+        raise ValueError(f"it is {given.layout} on {given.device}; write {wanted} that is dense, and has numbers.")
     if not given.isfinite().all():
         raise ValueError("it has entries that are not finite.")
 

@@ -39,7 +39,7 @@ def parsed(text: Any) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError as error:  # a UnicodeDecodeError is one too
+    except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is one too
         raise InvalidIntervention(f"This is not JSON: {error}.") from None
 
 

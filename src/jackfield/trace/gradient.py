@@ -33,6 +33,8 @@ def gradient(loss: Any, values: Any) -> Any:
     several = not isinstance(values, Tensor)
     asked = list(cast("Sequence[Any]", values)) if several else [values]
     _check_loss(loss)
+    if not asked:
+        raise TracingError("t.gradient(loss, []) asks for the gradient of nothing: give reads.")
     for number, value in enumerate(asked):
         _check_value(_place(number, several), value)
     found = torch.autograd.grad(loss, asked, retain_graph=True, allow_unused=True)

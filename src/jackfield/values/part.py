@@ -60,7 +60,7 @@ class Part(Reference):
         worker = self._worker(value.name)
         if value.each_step:
             worker.await_step()
-            return self._server.step_value(value.name, worker)
+            return worker.show(value.name, self._server.step_value(value.name, worker))
         return worker.read(self._server.channel(value.name, self._layer, self._call, worker.step), selection)
 
     def write_value(self, value: Value, new: Any, selection: Selection) -> None:

@@ -139,7 +139,7 @@ class TransformersEngine(LoadedEngine[PreTrainedModel]):
         assert self.running is not None
         assert self.running.input_ids is not None
         rows = worker.rows
-        return self.running.input_ids[rows.index : rows.index + 1, rows.tokens(worker.step)].clone()
+        return self.running.input_ids[rows.index : rows.index + 1, rows.tokens(worker.step)]
 
     def attention(self, layer: int) -> AttentionAnatomy:
         return self.serving.attention(layer)

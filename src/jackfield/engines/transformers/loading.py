@@ -108,7 +108,7 @@ def parse_device(device: torch.device | str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
-        torch.empty(0, device=found)
+        torch.empty(1, device=found).item()  # a meta tensor has no number
     except (RuntimeError, AssertionError, TypeError) as error:
         raise InvalidRequest(f"device={device!r} cannot be used: {_first_line(error)}") from None
     return found

@@ -262,7 +262,7 @@ class WorkerEngine(Served):
         now = self.host.now
         assert now is not None
         ids: Tensor = self.rows.input_ids()
-        return ids[now.rows_of(worker)].long()[None].clone()
+        return ids[now.rows_of(worker)].long()[None]
 
     # -- what a client does
 

@@ -60,6 +60,7 @@ def lists(model: jf.Model) -> list[list[jf.Intervention]]:
 
 def same(one: jf.Result, other: jf.Result) -> None:
     assert one.token_ids == other.token_ids
+    assert list(one.saved) == list(other.saved)
     torch.testing.assert_close(one.saved, other.saved, rtol=1e-4, atol=1e-5)
     assert {name: tensor.dtype for name, tensor in one.saved.items()} == {
         name: tensor.dtype for name, tensor in other.saved.items()
@@ -134,6 +135,14 @@ def test_without_room_in_the_tables_it_is_a_block(model: jf.Model, monkeypatch: 
     assert len(of(model).requests) == before
     monkeypatch.undo()
     same(model.generate(PROMPTS[0], own, **ARGUMENTS)[0], expected)
+
+
+def test_a_range_that_goes_on_for_ever_is_one_to_the_requests_end(model: jf.Model) -> None:
+    def kept(stop: int) -> list[jf.Intervention]:
+        steer = jf.Steer("layers.0.layer_output", numbers(model.hidden_size), positions=range(1, stop, 3))
+        return [steer, jf.Capture("layers.1.layer_output", positions=range(0, stop, 2))]
+
+    same(*(model.generate(PROMPTS[0], kept(stop), **ARGUMENTS)[0] for stop in (10**12, 40)))
 
 
 def test_many_directions_are_a_block(model: jf.Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,9 +122,10 @@ def _form(
         ]
     except Untold:
         return None
+    keepers = [visit.keeper for visit in visits if visit.keeper is not None]  # as the list has them
     visits.sort(key=lambda visit: visit.order)
     ops = [(visit.positions, op) for visit in visits for op in visit.ops]
-    return Form(ops, [visit.keeper for visit in visits if visit.keeper is not None]) if len(ops) <= MOST_OPS else None
+    return Form(ops, keepers) if len(ops) <= MOST_OPS else None
 
 
 def _act(each: Intervention) -> Act:

@@ -103,6 +103,7 @@ def _edges(several: Iterable[Selected], end: int) -> list[int]:
 def _changes(selected: Selected, end: int) -> set[int]:
     found = {edge for point in selected.points for edge in (point, point + 1)}
     for span in selected.spans:
+        reached = range(span.start, min(span.stop, end), span.step)  # a range may go on for ever
         ends = (span.start, span.stop)
-        found |= set(ends) if span.step == 1 else {edge for each in span if each < end for edge in (each, each + 1)}
+        found |= set(ends) if span.step == 1 else {edge for each in reached for edge in (each, each + 1)}
     return found
