@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from jackfield.engines.request import Sampling
 from jackfield.engines.transformers import decode as decoding
@@ -40,7 +41,8 @@ def arguments_of(model: PreTrainedModel) -> Iterator[list[dict[str, Any]]]:
 
 def plain(item: Any) -> Any:
     if isinstance(item, DynamicCache):
-        return [type(layer) for layer in item.layers], item.get_seq_length()
+        kinds = [DynamicLayer if type(layer) is prefill.PromptLayer else type(layer) for layer in item.layers]
+        return kinds, item.get_seq_length()
     return (item.tolist(), item.dtype, item.shape, item.is_contiguous()) if isinstance(item, Tensor) else item
 
 
@@ -64,6 +66,37 @@ def test_the_model_is_called_as_generate_calls_it(name: str, lengths: Sequence[i
     assert prefill.prefills(model)
     assert direct == through_generate
     assert tokens == expected
+
+
+@pytest.mark.parametrize("length", [1, 7])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_cache_holds_what_generates_holds(name: str, length: int) -> None:
+    """Kills: a prompt's keys and values, or what is computed of them, that are not to the bit what they were."""
+    model, prompts = zoo.build(name), [zoo.prompt(name, length)]
+    with results_of(model) as found:
+        called(model, prompts)
+        called(model, prompts, logprobs=0)
+    (logits, held), (expected, wanted) = found
+    assert logits.equal(expected)
+    for one, other in zip(held, wanted, strict=True):
+        assert one.equal(other)
+        assert one.stride() == other.stride()
+
+
+@contextmanager
+def results_of(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, list[Tensor]]]]:
+    """The last row's logits, and all keys and values that are kept."""
+    found: list[tuple[Tensor, list[Tensor]]] = []
+
+    def keep(_: Any, args: tuple[Any, ...], output: Any) -> None:
+        layers = [layer for layer in output.past_key_values.layers if getattr(layer, "keys", None) is not None]
+        found.append((output.logits[:, -1], [tensor for layer in layers for tensor in (layer.keys, layer.values)]))
+
+    handle = model.register_forward_hook(keep)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 def test_generate_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,29 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 ASKED = ("prepare_inputs_for_generation",)  # what is called here too, where a class has its own
+
+
+class PromptLayer(DynamicLayer):
+    """Keys and values of one layer, in a cache that a prompt alone goes into.
+
+    A DynamicLayer begins with two empty tensors and joins what comes to them: on a thin model a tenth of the forward
+    pass. What it then holds is the same, a copy laid out as the join leaves it.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values that the layer's queries attend to."""
+        if self.is_initialized:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.keys, self.values = _joined(key_states), _joined(value_states)
+        return self.keys, self.values
+
+
+def _joined(states: Tensor) -> Tensor:
+    return states.clone(memory_format=torch.contiguous_format)
 
 
 def prefills(model: PreTrainedModel) -> bool:
@@ -35,7 +56,7 @@ def _arguments(model: PreTrainedModel, input_ids: Tensor, pads: Sequence[int]) -
     parameters = _parameters(type(model))
     assert parameters is not None
     rows, width = input_ids.shape
-    given: dict[str, Any] = {"past_key_values": DynamicCache(config=model.config.get_text_config(decoder=True))}
+    given: dict[str, Any] = {"past_key_values": _cache(model)}
     if any(pads):
         mask = [[0] * pad + [1] * (width - pad) for pad in pads]
         given["attention_mask"] = torch.tensor(mask, device=input_ids.device)
@@ -48,6 +69,12 @@ def _arguments(model: PreTrainedModel, input_ids: Tensor, pads: Sequence[int]) -
     return cast("Any", model).prepare_inputs_for_generation(
         input_ids, next_sequence_length=width, is_first_iteration=True, use_cache=True, **given
     )
+
+
+def _cache(model: PreTrainedModel) -> DynamicCache:
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.layers = [PromptLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
 
 
 def _positions(rows: int, width: int, pads: Sequence[int]) -> Tensor:
