@@ -307,7 +307,6 @@ class Worker:
         for held in self._held:
             if held.changed:
                 self._write_back(held)
-        for held in self._held:
             held.let_go()
         self._past += self._held
         self._held = []
@@ -326,6 +325,8 @@ class Worker:
         return self._modes.aside()
 
     def _copy(self, channel: Channel, selection: Selection) -> Any:
+        if not torch.is_inference_mode_enabled() and self._modes.stand_aside():
+            return channel.read(self.passing, self, selection)  # most of the time
         with self.aside():
             if not torch.is_inference_mode_enabled():
                 return channel.read(self.passing, self, selection)
