@@ -195,10 +195,15 @@ class InlineEngine(LoadedEngine[M]):
         return lambda premix: self.call("head_results", layer, premix)
 
 
-def counted(name: str, value: object) -> int:
-    """An option that is how many there are of something; InvalidRequest for anything but a whole number from 1."""
+def counted(name: str, value: object, context: int | None = None) -> int:
+    """An option that is how many there are of something; InvalidRequest for anything but a whole number from 1.
+
+    `context` is how many positions the model was made for, where they bound it.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidRequest(f"{name}={value!r}: it has to be a whole number from 1.")
+    if context and value > context:
+        raise InvalidRequest(f"{name}={value}: the model was made for {context} positions, and has none beyond.")
     return value
 
 

@@ -126,11 +126,12 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
         (MistralConfig(sliding_window=8), r"does not implement sliding_window=8"),
         (config(quantization_config={"quant_method": "gptq"}), r"does not implement quantization_config="),
         (config(logits_scaling=8.0), r"does not implement logits_scaling=8\.0"),
-        (config(hidden_act="gelu"), r"hidden_act is 'gelu', and the llama engine implements silu and swish"),
-        (zoo.config("qwen3"), r"model_type is 'qwen3', and the llama engine implements llama and mistral"),
+        (config(hidden_act="gelu"), r"does not implement hidden_act='gelu'"),
+        (config(is_causal=False), r"does not implement is_causal=False"),
+        (zoo.config("qwen3"), r"does not implement model_type='qwen3'"),
         (
             config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
-            r"rope_type is 'dynamic', and the llama engine implements default and linear and llama3",
+            r"does not implement rope_type='dynamic'",
         ),
         (
             config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
@@ -177,6 +178,36 @@ def test_scaled_frequencies_of_params() -> None:
     assert args_from_params({}, 9).rope_type == "default"
     with pytest.raises(UnsupportedModel, match=r"does not implement lora_args="):
         args_from_params({"lora_args": {"rank": 16}}, 9)
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"rope_type": "yarn"}, r"does not implement rope_type='yarn'"),
+        ({"rope_type": "llama3", "use_scaled_rope": True}, r"does not implement rope_type='llama3'"),
+        ({"rope_scaling_factor": 4}, r"does not implement rope_scaling_factor=4"),
+        ({"vocab_size": 8}, r"vocab_size is 8, and the weights are of 9 tokens"),
+    ],
+)  # fmt: skip
+def test_params_that_would_be_passed_over_are_refused(params: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        args_from_params(params, 9)
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"n_heads": "6"}', "{"])
+def test_params_that_are_no_sizes_are_refused(text: str, tmp_path: Path) -> None:
+    save_meta(tmp_path, 1)
+    (tmp_path / "params.json").write_text(text)
+    with pytest.raises(UnknownModel, match=r"cannot be read"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.1.mlp.up_proj"])
+def test_whole_numbers_are_no_weights(name: str, tmp_path: Path) -> None:
+    both("grouped heads", tmp_path)
+    rewrite(tmp_path, lambda weights: weights.update({f"{name}.weight": weights[f"{name}.weight"].to(torch.int8)}))
+    with pytest.raises(UnsupportedModel, match=rf"no weight {name}\.weight in floating point"):
+        load(tmp_path)
 
 
 # Meta's layout.

@@ -235,8 +235,10 @@ def test_what_does_not_fit_is_refused_by_the_setting(tmp_path: Path) -> None:
 
 
 def test_the_cache_is_no_longer_than_the_model(tmp_path: Path) -> None:
-    model = native(saved(tmp_path, max_position_embeddings=32), max_seq_len=4096)
-    assert model.layers[0].attention.cache_k.shape[1] == 32
+    folder = saved(tmp_path, max_position_embeddings=32)
+    assert jf.Model(folder, engine="llama").layers[0].attention.cache_k.shape[1] == 32
+    with pytest.raises(jf.InvalidRequest, match="max_seq_len=33: the model was made for 32 positions"):
+        native(folder, max_seq_len=33)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ def test_options_that_are_none(
 
 def test_a_folder_with_another_architecture_is_refused_by_its_setting(tmp_path: Path) -> None:
     zoo.build("qwen3", fresh=True).save_pretrained(tmp_path)
-    with pytest.raises(jf.UnsupportedModel, match="model_type is 'qwen3'"):
+    with pytest.raises(jf.UnsupportedModel, match="does not implement model_type='qwen3'"):
         jf.Model(tmp_path, engine="llama")
 
 

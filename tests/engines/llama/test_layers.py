@@ -299,6 +299,27 @@ def test_a_graph_survives_the_next_step() -> None:
     assert model.layers[0].attention.wk.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_graph_is_none_of_what_is_in_the_cache_now(batch: int) -> None:
+    """Kills: keys and values of an earlier request, or of a smaller batch, that the graph has kept."""
+    model, other = tiny(), (tokens(batch) + 7) % 61
+    model(tokens())
+    with torch.no_grad():
+        expected = model(torch.cat([other, other[:, :1]], 1))[:, -1:]
+        model(other)
+    torch.testing.assert_close(model(other[:, :1], 9).detach(), expected)
+
+
+def test_what_is_written_to_the_cache_by_hand_is_read_with_gradients_too() -> None:
+    model = tiny()
+    model(tokens())
+    for layer in model.layers:
+        layer.attention.cache_v[:, :9] *= -1
+    found = model(tokens()[:, :1], 9).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(tokens()[:, :1], 9))
+
+
 # Precision.
 
 

@@ -4,10 +4,10 @@ A rank reads its slice of each weight. A setting that is not implemented is refu
 """
 
 import json
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast  # Any: configuration values are whatever JSON holds
 
 import torch
@@ -29,12 +29,14 @@ _CONFIG = {
     "original_max_position_embeddings": "original_max_position_embeddings",
 }  # fmt: skip
 _ONE_OF = {
-    "model_type": ("llama", "mistral"), "hidden_act": ("silu", "swish"), "rope_type": ("default", "linear", "llama3"),
+    "model_type": ("llama", "mistral"), "hidden_act": ("silu", "swish"), "is_causal": (True, None),
+    "rope_type": ("default", "linear", "llama3"),
 }  # fmt: skip
 _NO_MATTER = {
     "max_position_embeddings", "initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id",
     "unk_token_id", "attention_dropout", "pretraining_tp", "is_llama_config", "transformers.js_config", "type",
 }  # fmt: skip
+_OF_LLAMA3 = {"rope_scaling_factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 _TRANSFORMERS = {
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", "layers": "model.layers",
     "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "feed_forward": "mlp",
@@ -53,7 +55,7 @@ def load(
     """
     try:
         args, files, names = _open(folder)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise UnknownModel(f"{folder} cannot be read: {error}") from error
     with torch.device("meta"):
         model = Transformer(replace(args, **cache))
@@ -71,7 +73,7 @@ def _open(folder: Path) -> tuple[ModelArgs, list[dict[str, Tensor]], dict[str, s
         if not files or "output.weight" not in files[0]:
             raise UnknownModel(f"{folder} holds params.json, but no consolidated.*.pth with output.weight.")
         vocab_size = sum(len(file["output.weight"]) for file in files)
-        return args_from_params(json.loads((folder / "params.json").read_text()), vocab_size), files, {}
+        return args_from_params(dict(json.loads((folder / "params.json").read_text())), vocab_size), files, {}
     if not (folder / "config.json").is_file():
         raise UnknownModel(f"{folder} holds neither config.json (transformers) nor params.json (Meta).")
     args = args_from_config(cast("PretrainedConfig", AutoConfig.from_pretrained(folder)))
@@ -105,8 +107,8 @@ def _fill(model: Transformer, parts: Mapping[str, Sequence[Tensor]], names: Mapp
 
 def _joined(name: str, parts: Sequence[Tensor], whole: tuple[int, ...]) -> Tensor:
     """A weight of shape `whole` out of the parts in Meta's files; of transformers' there is one."""
-    if not parts:
-        raise UnsupportedModel(f"The checkpoint has no weight {name}, which its configuration needs.")
+    if not parts or not parts[0].is_floating_point():
+        raise UnsupportedModel(f"The checkpoint has no weight {name} in floating point, which its configuration needs.")
     shape = tuple(parts[0].shape)
     if shape == whole:  # the one, or a norm, alike in each
         return parts[0]
@@ -121,11 +123,8 @@ def args_from_config(config: PretrainedConfig) -> ModelArgs:
     """The sizes in a configuration of transformers. UnsupportedModel names what is set there and not implemented."""
     found: dict[str, Any] = config.to_dict()
     found |= found.pop("rope_parameters", {})
-    for name, known in _ONE_OF.items():
-        if found.get(name) not in known:
-            implemented = f"{name} is {found.get(name)!r}, and the llama engine implements {' and '.join(known)}"
-            raise UnsupportedModel(f'{implemented}: try engine="transformers".')
-    _refuse_others(found, {*_CONFIG.values(), *_ONE_OF, *_NO_MATTER, *PretrainedConfig().to_dict()})
+    wrong = {name for name, known in _ONE_OF.items() if found.get(name) not in known}
+    _refuse_others(found, {*_CONFIG.values(), *_ONE_OF, *_NO_MATTER, *PretrainedConfig().to_dict()}, wrong)
     return ModelArgs(**{ours: found[theirs] for ours, theirs in _CONFIG.items() if theirs in found})
 
 
@@ -135,17 +134,19 @@ def args_from_params(params: Mapping[str, Any], vocab_size: int) -> ModelArgs:
     `use_scaled_rope` alone means a factor of 8, as in Meta's code (llama-models, models/llama3/model.py). Llama 3.2
     was trained with 32, which its file does not say: add `"rope_scaling_factor": 32` there.
     """
-    names = {*_CONFIG, "multiple_of", "ffn_dim_multiplier"}
-    _refuse_others(params, names | {"use_scaled_rope"})
-    sizes: dict[str, Any] = {name: params[name] for name in names if name in params}
-    sizes |= {"vocab_size": vocab_size, "rope_type": "llama3" if params.get("use_scaled_rope") else "default"}
-    return ModelArgs(**sizes)
+    if params.get("vocab_size", -1) not in (-1, vocab_size):
+        raise UnsupportedModel(f"vocab_size is {params['vocab_size']}, and the weights are of {vocab_size} tokens.")
+    slowed = bool(params.get("use_scaled_rope"))
+    names = {*_CONFIG, "multiple_of", "ffn_dim_multiplier"} - (set[str]() if slowed else _OF_LLAMA3)
+    _refuse_others(params, names | {"use_scaled_rope"}, {"rope_type"} & params.keys())
+    sizes: dict[str, Any] = {name: params[name] for name in names if name in params} | {"vocab_size": vocab_size}
+    return ModelArgs(**sizes, rope_type="llama3" if slowed else "default")
 
 
-def _refuse_others(found: Mapping[str, Any], known: Iterable[str]) -> None:
+def _refuse_others(found: Mapping[str, Any], known: Iterable[str], wrong: Iterable[str]) -> None:
     # None, False, 0 and empty say that a feature is off, and what is off needs no implementation; names with an
     # underscore are a library's notes to itself.
-    others = {name for name in found if found[name] and not name.startswith("_")}.difference(known)
+    others = set(wrong) or {name for name in found if found[name] and not name.startswith("_")}.difference(known)
     if others:
-        settings = ", ".join(f"{name}={found[name]!r}" for name in sorted(others))
+        settings = ", ".join(f"{name}={found.get(name)!r}" for name in sorted(others))
         raise UnsupportedModel(f'The llama engine does not implement {settings}: try engine="transformers".')

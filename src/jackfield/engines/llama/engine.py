@@ -41,14 +41,14 @@ class LlamaEngine(InlineEngine[Transformer]):
         device: torch.device | str | None = None,
         tokenizer: Any = None,  # one to use, its name, or False for none
         max_batch_size: Any = 8,
-        max_seq_len: Any = 2048,
+        max_seq_len: Any = None,  # else 2,048, or as many as the model was made for
         tensor_parallel_size: Any = 1,  # or the Ranks that torchrun has started
         **where: Any,  # `revision` and the like
     ) -> None:
         options = ("tokenizer", "max_batch_size", "max_seq_len", "tensor_parallel_size")
         found, size = snapshot(model, tokenizer, where, options), counted("max_batch_size", max_batch_size)
-        length = counted("max_seq_len", max_seq_len)
-        cache = {"max_batch_size": size, "max_seq_len": min(length, found.context or length)}
+        length = min(2048, found.context or 2048) if max_seq_len is None else max_seq_len
+        cache = {"max_batch_size": size, "max_seq_len": counted("max_seq_len", length, found.context)}
         recipe = partial(load, found.folder, parse_dtype(dtype), **cache)
         self._ranks = _ranks(tensor_parallel_size, parse_device(device), recipe)
         try:

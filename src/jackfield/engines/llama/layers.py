@@ -158,7 +158,7 @@ class Attention(Tapped):
         shape = (args.max_batch_size, args.max_seq_len, self.n_local_kv_heads, self.head_dim)
         self.cache_k: Tensor = nn.Buffer(torch.zeros(shape), persistent=False)
         self.cache_v: Tensor = nn.Buffer(torch.zeros(shape), persistent=False)
-        self.graph: dict[str, HeadOutputs] = {}  # with gradients, what the cache holds, as the graph has it
+        self.graph: dict[str, tuple[int, HeadOutputs]] = {}  # the cache at a version of it, as a graph has it
 
     def forward(self, x: Stream, start_pos: int, freqs_cis: Frequencies, mask: Mask) -> Stream:
         """What attention adds to the stream. RequestTooLong, InvalidRequest: the cache has no room for it."""
@@ -186,8 +186,7 @@ class Attention(Tapped):
             if taken["attention_cached_values"] is not given["attention_cached_values"]:
                 values = self._remember("cache_v", taken["attention_cached_values"].transpose(1, 2), 0)
         outputs = self.point("attention_head_outputs", self._attend(queries, keys, values, mask), sharded=2)
-        premix = self.point("attention_premix", outputs, sharded=2)
-        return self.wo(premix.flatten(2))
+        return self.wo(self.point("attention_premix", outputs, sharded=2).flatten(2))
 
     def _remember(self, name: str, rows: HeadOutputs, start_pos: int) -> HeadOutputs:
         """Puts rows into the cache, and gives all rows so far."""
@@ -197,13 +196,15 @@ class Attention(Tapped):
             raise RequestTooLong(f"{end} tokens do not fit the cache: max_seq_len is {cache.shape[1]}.")
         if batch > cache.shape[0]:
             raise InvalidRequest(f"{batch} requests do not fit the cache: max_batch_size is {cache.shape[0]}.")
+        version, past = self.graph.pop(name, (None, cache))
+        if version is not None and (version != cache._version or len(past) < batch):
+            past = cache  # which somebody has written since
         cache[:batch, start_pos:end] = rows.detach()
         if not rows.requires_grad:
             return cache[:batch, :end]
         # The cache is written in place, which a graph would not survive: the graph gets the rows themselves.
-        past = self.graph.get(name, cache) if start_pos else cache
-        self.graph[name] = torch.cat([past[:batch, :start_pos], rows], 1)
-        return self.graph[name]
+        self.graph[name] = cache._version, torch.cat([past[:batch, :start_pos], rows], 1)
+        return self.graph[name][1]
 
     def _attend(self, queries: HeadOutputs, keys: HeadOutputs, values: HeadOutputs, mask: Mask) -> HeadOutputs:
         """The head outputs: out of the fused operation, and again in the open for rows whose pattern was edited.

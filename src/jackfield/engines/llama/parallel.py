@@ -55,9 +55,7 @@ class Tapped(nn.Module):
 
     def point(self, name: str, value: Tensor, sharded: int | None = None) -> Tensor:
         """`value`, or what it was edited to; `sharded` is the axis of which this rank holds a part."""
-        if self.tap is None or not self.tap.listens(name, self.layer_id):
-            return value
-        return self.points({name: value}, sharded)[name]
+        return self.points({name: value}, sharded)[name] if self.listens(name) else value
 
     def points(self, values: Mapping[str, Tensor], sharded: int | None) -> Mapping[str, Tensor]:
         """The same for several that somebody listens to, all at once."""
