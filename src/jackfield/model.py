@@ -39,8 +39,9 @@ ENGINES = ("transformers", "vllm", "llama")
 class Model(RootValues, ValuePart):
     """A language model whose values can be read and edited, by standard names, while it runs.
 
-    `model` is a hub name, a folder or (transformers engine) a loaded PreTrainedModel; `family` a family of the
-    caller's own; other options are the engine's, by its own names (`max_num_seqs`, `attn_implementation`, ...).
+    `model` is a hub name, a folder or (transformers engine) a loaded PreTrainedModel, which is put in evaluation mode,
+    for good; `family` a family of the caller's own; other options are the engine's, by its own names (`max_num_seqs`,
+    `attn_implementation`, ...).
 
     >>> model = Model.demo()                                                        # doctest: +SKIP
     >>> with model.trace("The capital of France is", max_tokens=1) as t:            # doctest: +SKIP

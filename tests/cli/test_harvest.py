@@ -46,7 +46,7 @@ def close(found, expected):
 def test_the_rows_are_what_hooks_see(say, folder, prompts, tmp_path, file):
     said = say("harvest", file, "--model", folder, "--layers", "1-2", "--out", "out", "--max-num-seqs", "3")
     assert said.status == 0, said.err
-    assert said.out.startswith("4 prompts, 14 tokens, 14 rows in 1 files, 0.0 MB, in out")
+    assert said.out.startswith("4 prompts, 14 tokens, 14 rows in 1 file, 0.0 MB, in out")
     harvest = jf.Harvest(tmp_path / "out")
     assert harvest.read("token_ids").tolist() == [token for ids in IDS for token in ids]
     for layer in (1, 2):
@@ -94,7 +94,7 @@ def test_a_prompt_that_fails_is_told(say, folder, prompts, tmp_path):
         file.write("t8 " * 300)
     said = say("harvest", "p.txt", "--model", folder, "--out", "out")
     assert (said.status, said.out[:22]) == (0, "4 prompts, 14 tokens, ")
-    assert "1 prompts failed. Number 4: RequestTooLong: 301 prompt tokens" in said.err
+    assert "1 of 5 prompts failed. Number 4: RequestTooLong: 301 prompt tokens" in said.err
     (tmp_path / "long.txt").write_text("t8 " * 300)
     assert say("harvest", "long.txt", "--model", folder, "--out", "none").status == 1
 

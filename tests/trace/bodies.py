@@ -95,6 +95,7 @@ outer.save()
 # -- adds to an outside number
 outer += 5
 x = outer.save()
+outer.save()
 
 # -- reads, then binds
 x = outer.save()

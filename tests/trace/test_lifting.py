@@ -106,5 +106,7 @@ def test_any_body_computes_what_running_it_would_compute(body: str, place: str) 
     end = "\nresults = [x, y, outer]"
     start = "x, y = 5, 7\n"
     expected = execute(written(place, start + body + end, "if True:"), **NAMES)["result"]["results"]
-    lifted = execute(written(place, start + body + end + "\nresults.save()"), **NAMES)["result"]["results"]
+    lifted = execute(written(place, start + body + end + "\nresults.save(), outer.save()"), **NAMES)["result"][
+        "results"
+    ]
     assert lifted == expected

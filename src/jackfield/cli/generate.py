@@ -19,7 +19,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to go on from.")],
     steer: Annotated[Path | None, typer.Option(help="A .safetensors or .pt file with one vector [d_model].")] = None,
     layer: Annotated[int | None, typer.Option(help="The layer whose output the vector is added to.")] = None,
-    scale: Annotated[float, typer.Option(help="What the vector is multiplied by.")] = 1.0,
+    scale: Annotated[float | None, typer.Option(help="What the vector is multiplied by.", show_default="1.0")] = None,
     interventions: Annotated[
         Path | None, typer.Option(help="A JSON file of edits, as jackfield.to_json wrote it.")
     ] = None,
@@ -37,6 +37,9 @@ def generate(
     """
     if (steer is None) != (layer is None):
         raise typer.BadParameter("give both --steer and --layer, or neither.", param_hint="--steer")
+    if scale is not None and steer is None:
+        raise typer.BadParameter("it is of a vector: give --steer too.", param_hint="--scale")
+    scale = 1.0 if scale is None else scale
     vector = None if steer is None else read_vector(steer)
     edits = [] if interventions is None else _read_interventions(interventions)
     with load(model, engine) as loaded:

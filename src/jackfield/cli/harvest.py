@@ -75,7 +75,8 @@ def _tell(written: Harvest, as_json: bool) -> None:
     print_json(_as_json(written)) if as_json else print_line(_said(written))
     if written.failed:
         first = written.failed[0]
-        talk(f"{len(written.failed)} prompts failed. Number {first.prompt}: {first.error}: {first.message}")
+        failed = f"{len(written.failed)} of {written.prompts} prompts failed"
+        talk(f"{failed}. Number {first.prompt}: {first.error}: {first.message}")
     if not written.rows:
         raise typer.Exit(1)
 
@@ -124,7 +125,7 @@ def _said(written: Harvest) -> str:
     megabytes = sum((written.folder / shard.file).stat().st_size for shard in written.shards) / 10**6
     return (
         f"{written.prompts - len(written.failed):,} prompts, {written.tokens:,} tokens, {written.rows:,} rows in "
-        f"{len(written)} files, {megabytes:,.1f} MB, in {written.folder}"
+        f"{len(written)} {'file' if len(written) == 1 else 'files'}, {megabytes:,.1f} MB, in {written.folder}"
     )
 
 

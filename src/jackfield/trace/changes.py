@@ -35,10 +35,8 @@ def _is_lost(change: Change, outside: Mapping[str, Any]) -> bool:
     owner = _value(change.owner, outside)
     if owner is _UNKNOWN or isinstance(owner, Reference):
         return False
-    if change.how == "part":
+    if change.how in ("part", "in place"):  # of a number or a text too: the name would stand for the old one outside
         return True
-    if change.how == "in place":  # a number, a string or a tuple makes a new one
-        return isinstance(owner, _CONTAINERS) or _is_array(owner)
     return _is_array(owner) if change.how.endswith("_") else isinstance(owner, _CONTAINERS)
 
 

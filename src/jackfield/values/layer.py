@@ -63,6 +63,9 @@ class Layers(Reference):
     def __init__(self, server: Server, count: int) -> None:
         self._server, self._count = server, count
 
+    def __repr__(self) -> str:
+        return f"<{self._count} layers>"
+
     def __len__(self) -> int:
         return self._count
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, MambaConfig, MambaForCausalLM, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from jackfield.engines.request import Sampling
 from jackfield.engines.transformers import decode as decoding
@@ -109,6 +109,22 @@ def test_generate_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(called(model, [zoo.prompt("llama", 5)])[1][0]) == 1
     with pytest.raises(AssertionError, match="generate was called"):
         called(model, [zoo.prompt("llama", 5)], max_tokens=2)
+
+
+def test_a_cache_is_that_of_the_configuration_as_it_is() -> None:
+    """Kills: a cache of before the configuration was changed, and one that an earlier prompt has filled."""
+    model, caches = zoo.build("gemma2", fresh=True), prefill.PromptCaches()
+    for window in (8, 5):
+        model.config.sliding_window = window
+        for _ in range(2):
+            layers = caches.empty(model).layers
+            kinds = [(type(layer), getattr(layer, "sliding_window", None)) for layer in layers]
+            assert kinds == [(DynamicSlidingWindowLayer, window), (prefill.PromptLayer, None)] * 2
+            for layer in layers:
+                assert not layer.is_initialized
+                layer.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
+    model.config.layer_types[0] = "full_attention"
+    assert type(caches.empty(model).layers[0]) is prefill.PromptLayer
 
 
 class OwnGeneration(type(zoo.build("llama"))):

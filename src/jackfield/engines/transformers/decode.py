@@ -21,7 +21,7 @@ from jackfield.engines.progress import Progress
 from jackfield.engines.prompt import Tokenizer
 from jackfield.engines.request import Completion, FinishReason, Sampling
 from jackfield.engines.transformers.loading import limits
-from jackfield.engines.transformers.prefill import greedy_tokens, prefills
+from jackfield.engines.transformers.prefill import PromptCaches, greedy_tokens, prefills
 from jackfield.engines.transformers.sampler import Choice, Place, RowSampler
 from jackfield.errors import InvalidRequest
 
@@ -76,10 +76,12 @@ def decode(
     control: Control | None = None,
     *,
     gradients: bool = False,
+    caches: PromptCaches | None = None,
 ) -> list[Completion]:
     """Generates for every row; completions in the order of the rows.
 
-    Rows run together, left-padded, as far as `together` allows. `gradients` keeps the forward passes in the graph.
+    Rows run together, left-padded, as far as `together` allows. `gradients` keeps the forward passes in the graph;
+    `caches` are those of the calls before.
     InvalidRequest for arguments that this engine cannot honour.
     """
     for row in batch:
@@ -89,7 +91,8 @@ def decode(
     completions: dict[int, Completion] = {}
     for members in together(model, batch):
         group = _Group.of([batch[i] for i in members], [progress[i] for i in members], members)
-        completions.update(zip(members, group.run(model, tokenizer, control, gradients), strict=True))
+        found = group.run(model, tokenizer, control, gradients, caches or PromptCaches())
+        completions.update(zip(members, found, strict=True))
     return [completions[i] for i in range(len(batch))]
 
 
@@ -162,13 +165,18 @@ class _Group:
         return cls(rows, progress, Layout(tuple(indices), pads), width)
 
     def run(
-        self, model: PreTrainedModel, tokenizer: Tokenizer | None, control: Control | None, gradients: bool
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer | None,
+        control: Control | None,
+        gradients: bool,
+        caches: PromptCaches,
     ) -> list[Completion]:
         prefills_alone = not gradients and self._wants_one_likeliest and prefills(model)
         if control is not None:
             control.begin(self.layout)
         if prefills_alone:
-            tokens = greedy_tokens(model, self._padded(model, tokenizer), self.layout.pads)
+            tokens = greedy_tokens(model, self._padded(model, tokenizer), self.layout.pads, caches)
             _RowEnds(self.layout.rows, self.progress, control).step(tokens)
             return [each.completion() for each in self.progress]
         choices = self._choices(tokenizer, model.device)

@@ -21,6 +21,7 @@ from jackfield.engines.transformers.gates import Gates
 from jackfield.engines.transformers.graph import beginning, graph_kept
 from jackfield.engines.transformers.lens import Lens
 from jackfield.engines.transformers.loading import limits, load
+from jackfield.engines.transformers.prefill import PromptCaches
 from jackfield.engines.transformers.run import Run
 from jackfield.engines.transformers.serving import Serving
 from jackfield.engines.transformers.witness import refuse_unwitnessed
@@ -66,6 +67,7 @@ class TransformersEngine(LoadedEngine[PreTrainedModel]):
         self._model = loaded
         self.no_gradients = NOWHERE_TO_BEGIN if beginning(self.anatomy) is None else None
         self.gates = Gates(loaded, self.anatomy)
+        self.caches = PromptCaches()
         self._lens = Lens(loaded, self.anatomy)
         self._parts: dict[str, Part] = {}
         self._layers = [Layer(self, layer.path, index) for index, layer in enumerate(self.anatomy.layers)]
@@ -191,7 +193,14 @@ class _Execution:
         try:
             try:
                 with graph_kept(engine.model) if self.gradients else nullcontext():
-                    completions = decode(engine.model, engine.tokenizer, self.rows, control, gradients=self.gradients)
+                    completions = decode(
+                        engine.model,
+                        engine.tokenizer,
+                        self.rows,
+                        control,
+                        gradients=self.gradients,
+                        caches=engine.caches,
+                    )
             finally:
                 self._close()  # before results are made of it: it ends what a block left running
             return self.company.outcomes(completions)

@@ -6,6 +6,7 @@ whose class leaves generation as transformers has it (read in transformers 5.19,
 a test holds them against each other. Every other model goes through `generate`.
 """
 
+import copy
 import inspect
 from collections.abc import Sequence
 from functools import lru_cache
@@ -36,6 +37,28 @@ class PromptLayer(DynamicLayer):
         return self.keys, self.values
 
 
+class PromptCaches:
+    """Empty caches of one model. transformers makes each out of the configuration, layer by layer: those after the
+    first are copies, as long as the configuration is what it was.
+    """
+
+    def __init__(self) -> None:
+        self._settings: dict[str, Any] | None = None
+        self._first = DynamicCache()
+
+    def empty(self, model: PreTrainedModel) -> DynamicCache:
+        """One that a prompt alone goes into."""
+        config = model.config.get_text_config(decoder=True)
+        if vars(config) != self._settings:
+            self._first = DynamicCache(config=config)
+            self._settings = copy.deepcopy(vars(config))
+        cache = copy.copy(self._first)
+        cache.layers = [
+            PromptLayer() if type(layer) is DynamicLayer else copy.deepcopy(layer) for layer in self._first.layers
+        ]
+        return cache
+
+
 def _joined(states: Tensor) -> Tensor:
     return states.clone(memory_format=torch.contiguous_format)
 
@@ -45,18 +68,20 @@ def prefills(model: PreTrainedModel) -> bool:
     return "forward" not in vars(model) and not model.config.is_encoder_decoder and _parameters(type(model)) is not None
 
 
-def greedy_tokens(model: PreTrainedModel, input_ids: Int[Tensor, "row token"], pads: Sequence[int]) -> list[int]:
+def greedy_tokens(
+    model: PreTrainedModel, input_ids: Int[Tensor, "row token"], pads: Sequence[int], caches: PromptCaches
+) -> list[int]:
     """The likeliest next token of each row, of which the first `pads` columns are padding; without gradients."""
     with torch.no_grad():
-        logits = cast("Any", model)(**_arguments(model, input_ids, pads), return_dict=True).logits
+        logits = cast("Any", model)(**_arguments(model, input_ids, pads, caches), return_dict=True).logits
         return cast("list[int]", logits[:, -1].float().argmax(-1).tolist())
 
 
-def _arguments(model: PreTrainedModel, input_ids: Tensor, pads: Sequence[int]) -> dict[str, Any]:
+def _arguments(model: PreTrainedModel, input_ids: Tensor, pads: Sequence[int], caches: PromptCaches) -> dict[str, Any]:
     parameters = _parameters(type(model))
     assert parameters is not None
     rows, width = input_ids.shape
-    given: dict[str, Any] = {"past_key_values": _cache(model)}
+    given: dict[str, Any] = {"past_key_values": caches.empty(model)}
     if any(pads):
         mask = [[0] * pad + [1] * (width - pad) for pad in pads]
         given["attention_mask"] = torch.tensor(mask, device=input_ids.device)
@@ -69,12 +94,6 @@ def _arguments(model: PreTrainedModel, input_ids: Tensor, pads: Sequence[int]) -
     return cast("Any", model).prepare_inputs_for_generation(
         input_ids, next_sequence_length=width, is_first_iteration=True, use_cache=True, **given
     )
-
-
-def _cache(model: PreTrainedModel) -> DynamicCache:
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache.layers = [PromptLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
 
 
 def _positions(rows: int, width: int, pads: Sequence[int]) -> Tensor:

@@ -44,7 +44,11 @@ class Driver:
         self._stepping = False  # whether a step stands in the thread's queue
         self._died: BaseException | None = None
         self.llm: Any = None
-        self.llm = self.do(start)
+        try:
+            self.llm = self.do(start)
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
 
     def do(self, call: Callable[..., T], *args: Any) -> T:
         """`call(*args)` on the thread, between two steps; EngineDied once it is closed."""

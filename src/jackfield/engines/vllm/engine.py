@@ -90,10 +90,14 @@ class VllmEngine(Served):
         self._front: Callable[[], Any] = lambda: None  # the model over this engine, which owns it
         making = functools.partial(start, model, dtype=dtype, device=device, family=family, options=options)
         self._driver = Driver(making, self._fates)
+        try:
+            self.description = self._driver.do(self._described)
+            self._lending = self._driver.do(self._can_map)
+        except BaseException:
+            self.close()
+            raise
         self.tokenizer = None if options.get("skip_tokenizer_init") else self.llm.get_tokenizer()
         self.config = self.llm.llm_engine.model_config.hf_config
-        self.description = self._driver.do(self._described)
-        self._lending = self._driver.do(self._can_map)
         self.facts, self.tree, self.channels = self.description.facts, outline(self.description.modules), {}
 
     @property

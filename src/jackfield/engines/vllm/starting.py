@@ -1,6 +1,7 @@
 """Starts vLLM with jackfield's worker and scheduler, and refuses what could not be right with them."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,14 +27,30 @@ def start(model: Any, *, dtype: Any, device: Any, family: Any, options: Mapping[
         if name in options:
             raise InvalidRequest(f"{name} is set by jackfield.")
     try:
-        return foreign("vllm", "LLM")(
-            str(model),
-            dtype="auto" if dtype is None else str(dtype).removeprefix("torch."),
-            worker_cls="jackfield.vllm_worker.Worker",
-            scheduler_cls="jackfield.engines.vllm.scheduler.scheduler",
-            **{"max_logprobs": -1, **options},  # any number of them, as on the other engines
-        )
+        with _groups_taken_down():
+            return foreign("vllm", "LLM")(
+                str(model),
+                dtype="auto" if dtype is None else str(dtype).removeprefix("torch."),
+                worker_cls="jackfield.vllm_worker.Worker",
+                scheduler_cls="jackfield.engines.vllm.scheduler.scheduler",
+                **{"max_logprobs": -1, **options},  # any number of them, as on the other engines
+            )
     except TypeError as error:
         raise InvalidRequest(f"vLLM does not take these options: {error}") from error
     except (ValueError, OSError) as error:
         raise UnsupportedModel(f"vLLM could not load {model}: {error}") from error
+
+
+@contextmanager
+def _groups_taken_down() -> Generator[None]:
+    """Takes the process's groups down where vLLM has set them up, and then failed: the next model would be given them,
+    without the group that its experts need. Those of another engine in this process stay.
+    """
+    are_up = foreign("vllm.distributed.parallel_state", "model_parallel_is_initialized")
+    before = are_up()
+    try:
+        yield
+    except BaseException:
+        if are_up() and not before:
+            foreign("vllm.distributed.parallel_state", "cleanup_dist_env_and_memory")()
+        raise
