@@ -23,6 +23,7 @@ from jackfield.harvest.reading import Harvest
 from jackfield.harvest.running import Tally
 from jackfield.interleave.reference import Shared
 from jackfield.interventions.kinds import Intervention
+from jackfield.interventions.places import parse_site, read_site
 from jackfield.interventions.shared import Named
 from jackfield.session import Job, Trace, raise_errors, result, run
 from jackfield.trace.capture import Block
@@ -40,8 +41,8 @@ class Model(RootValues, ValuePart):
     """A language model whose values can be read and edited, by standard names, while it runs.
 
     `model` is a hub name, a folder or (transformers engine) a loaded PreTrainedModel, which is put in evaluation mode,
-    for good; `family` a family of the caller's own; other options are the engine's, by its own names (`max_num_seqs`,
-    `attn_implementation`, ...).
+    for good; `family` a family of the caller's own; `arm` what `Model.arm` is to make ready. Other options are the
+    engine's, by its own names (`max_num_seqs`, `attn_implementation`, ...).
 
     >>> model = Model.demo()                                                        # doctest: +SKIP
     >>> with model.trace("The capital of France is", max_tokens=1) as t:            # doctest: +SKIP
@@ -62,10 +63,16 @@ class Model(RootValues, ValuePart):
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         family: Any = None,
+        arm: Iterable[str] = (),
         **options: Any,
     ) -> None:
         super().__init__(_engine(engine, model, dtype, device, family, options), "")
         object.__setattr__(self, "_named", {})
+        try:
+            self.arm(*arm)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def over(cls, engine: Engine) -> "Model":
@@ -288,6 +295,21 @@ class Model(RootValues, ValuePart):
     def config(self) -> Any:
         """Transformers' configuration of the model."""
         return self._engine.config
+
+    def arm(self, *sites: str) -> None:
+        """Makes ready for blocks that will ask for these values, all of them in one step: `"layers.18.layer_output"`.
+
+        On vLLM, CUDA graphs that are cut there are captured for every batch size; without, they are when a block first
+        asks. Where there are no such graphs there is nothing to do. UnknownValue; Unavailable, with the reason.
+
+        >>> model.arm("layers.18.layer_output")                                         # doctest: +SKIP
+        """
+        try:
+            places = [place for site in sites for place in parse_site(read_site(site)).places(len(self.layers))]
+        except ValueError as error:
+            raise UnknownValue(f"arm: {error}") from None
+        if places:
+            self._engine.arm([(place.name, place.layer) for place in places])
 
     def stats(self) -> Mapping[str, int]:
         """How many of vLLM's passes ran in which way since it was started; {} on engines that have one way alone.

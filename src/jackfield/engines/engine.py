@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from jackfield.engines.prompt import Prompt, Tokenizer
 from jackfield.engines.request import Completion, Sampling
-from jackfield.errors import EngineDied
+from jackfield.errors import EngineDied, Unavailable
 from jackfield.interleave.worker import Channel, Worker
 from jackfield.trace.tracer import Tracer
 from jackfield.values.anatomy import AttentionAnatomy
@@ -107,6 +107,12 @@ class Engine(ABC):
     @abstractmethod
     def batches(self, requests: Iterator[Request]) -> Iterator[list[Request]]:
         """Cuts a stream of requests into the batches that `execute` takes."""
+
+    def arm(self, values: Sequence[tuple[str, int | None]]) -> None:
+        """Makes ready, together, for blocks that will ask for these (name, layer); Unavailable with the reason."""
+        for name, layer in values:
+            if (reason := self.support(layer).get(name)) is not None:
+                raise Unavailable(f"{name} is not available: {reason}.")
 
     def stats(self) -> Mapping[str, int]:
         """How many passes ran in which way; empty where all run in the same."""

@@ -73,3 +73,45 @@ def test_more_tables_serve_and_other_cuts_or_columns_do_not() -> None:
     assert not Armed(some, some, 1).serves(Armed(some, more, 1))
     assert not Armed(more, some, 1).serves(Armed(some, some, 1))
     assert not Armed(some, some, 2).serves(Armed(some, some, 1))
+
+
+class Manager:
+    """vLLM's, of two batch sizes; each capture is what `graphs` and the sizes then are."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[str, Any] = {}
+        self._capture_descs: dict[str, list[Any]] = {"full": [size(1), size(2)]}
+        self.captures: list[tuple[str, bool]] = []
+
+    def capture(self, *_: Any, progress_bar_desc: str = "") -> None:
+        for descriptor in self._capture_descs["full"]:
+            self.captures.append((descriptor.name, isinstance(NOW.get(), Capture)))
+            self.graphs[descriptor] = object()
+
+
+class size:  # noqa: N801 - a descriptor of vLLM's
+    """A batch size that has a graph."""
+
+    cg_mode = "full"
+
+    def __init__(self, rows: int) -> None:
+        self.name = f"{rows} rows"
+
+
+def test_what_is_armed_ahead_is_captured_once_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: sizes that are left to the first pass, and graphs that a step's own sites do not find."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    manager, stats = Manager(), graphs.Stats()
+    kept = graphs.Graphs(manager, SITES, stats)
+    kept.arm(Armed(frozenset([SITES[1]])))
+    assert not manager.captures  # nothing is there before vLLM has captured its own
+    manager.capture()
+    own = dict(manager.graphs)
+    kept.arm(Armed(frozenset([SITES[1]])))
+    assert manager.captures[2:] == [("1 rows", True), ("2 rows", True)]
+    assert manager.graphs == own
+    for descriptor in own:
+        assert kept.ensure(descriptor, Armed(frozenset([SITES[1]]))) == Armed(frozenset([SITES[1]]))
+    assert stats.captured == 2
+    kept.ensure(next(iter(own)), Armed(frozenset([SITES[2]])))
+    assert stats.captured == 3

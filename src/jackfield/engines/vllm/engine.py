@@ -271,6 +271,10 @@ class VllmEngine(Served):
         made: Tensor = self._driver.do(self._ask, "jackfield_project", dumps(x.detach(), self._ends), norm)
         return made.to(x.device)
 
+    def arm(self, values: Sequence[tuple[str, int | None]]) -> None:
+        super().arm(values)
+        self._driver.do(self._tell, "jackfield_arm", list(values))
+
     def stats(self) -> Mapping[str, int]:
         return self._driver.do(self._ask, "jackfield_stats")
 

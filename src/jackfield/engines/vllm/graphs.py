@@ -187,6 +187,11 @@ class Graphs:
         """Whether there are full graphs at all."""
         return self._arguments is not None
 
+    def arm(self, armed: Armed) -> None:
+        """Captures what a pass of any size that vLLM has a graph for will want."""
+        for descriptor in list(self._manager.graphs):
+            self.ensure(descriptor, armed)
+
     def ensure(self, descriptor: Any, armed: Armed) -> Armed:
         """The smallest set that serves and has a graph of this descriptor; captures that of `armed` if none does."""
         serving = [each for each, graphs in self._sets.items() if descriptor in graphs and each.serves(armed)]

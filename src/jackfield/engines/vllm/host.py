@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from jackfield.engines.vllm.alike import Alike, Randomness
 from jackfield.engines.vllm.companion import Companion, Fate
 from jackfield.engines.vllm.forward_pass import FINAL_NORM, LOGITS, ForwardPass, Placed
+from jackfield.engines.vllm.graphs import armed_site
 from jackfield.engines.vllm.parts import Ranks
 from jackfield.engines.vllm.recorder import PLAIN, PROBE, Recorder, rows_of
 from jackfield.engines.vllm.rows import Row
@@ -125,7 +126,12 @@ class Host:
     def armed_for(self, request_ids: Iterable[str]) -> frozenset[Site]:
         """Where a graph over these requests is to be cut: sites of the forward pass, and neither norm nor logits."""
         wanted = frozenset[Site]().union(*(each.next_wanted for each in self.watching_for(request_ids)))
-        return wanted - {FINAL_NORM, LOGITS}
+        return self.cuts(wanted)
+
+    @staticmethod
+    def cuts(sites: Iterable[Site]) -> frozenset[Site]:
+        """Where a graph is cut for blocks that wait at these sites."""
+        return frozenset(armed_site(site) for site in sites) - {FINAL_NORM, LOGITS}
 
     def watching_for(self, request_ids: Iterable[str]) -> list[Companion]:
         """Those of these requests whose rows must come by the taps."""

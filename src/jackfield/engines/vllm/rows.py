@@ -63,6 +63,9 @@ class Runner(ABC):
     def scheduled(self) -> None:  # noqa: B027 - what most runners count elsewhere
         """A pass is about to run, as it was said to."""
 
+    def arm(self, armed: Armed) -> None:  # noqa: B027 - what runners without graphs for blocks have nothing to do for
+        """Has a graph of every batch size ready for `armed`."""
+
     @abstractmethod
     def settle_graphs(self, watch: Watch) -> None:
         """To be called before graphs are captured. `watch` runs a replay as a watched pass."""
@@ -242,6 +245,10 @@ class SecondRunner(Runner):
             return watch(armed, self._again, descriptor.num_tokens) if self.traced else replay(descriptor)
 
         manager.run_fullgraph = run_fullgraph
+
+    def arm(self, armed: Armed) -> None:
+        if self._graphs is not None and self._graphs.ready and armed:
+            self._graphs.arm(armed)
 
     def _graphs_of(self, armed: Armed) -> AbstractContextManager[None]:
         return self._graphs.taking(armed) if armed and self._graphs is not None else nullcontext()

@@ -105,6 +105,10 @@ class Worker(_Base):
         for key in keys:
             self.jackfield.host.shared.pop(key, None)
 
+    def jackfield_arm(self, values: list[tuple[str, int | None]]) -> None:
+        """Graphs that are cut where these values pass, for every batch size that has a graph."""
+        self.jackfield.arm(values)
+
     def jackfield_stats(self) -> bytes:
         """How many passes ran in which way."""
         return self._answer(asdict(self.jackfield.rows.stats))

@@ -34,6 +34,7 @@ from jackfield.engines.vllm.untraceable import untraceable
 from jackfield.errors import TracingError, Unavailable
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Channel, Worker
+from jackfield.interventions.places import named_values
 
 
 class WorkerEngine(Served):
@@ -149,6 +150,13 @@ class WorkerEngine(Served):
     def stop(self) -> None:
         """The worker is shut down: nothing of vLLM's that outlives it stays wrapped."""
         self.rows.close()
+
+    def arm(self, values: Sequence[tuple[str, int | None]]) -> None:
+        """Has graphs ready for blocks that wait for these values in one step; nothing where passes have none."""
+        sites = {
+            self.channel(name, layer, None, 0).site for name, layer in values if not named_values()[name].each_step
+        }
+        self.rows.arm(Armed(self.host.cuts(sites)))
 
     def settle_graphs(self) -> None:
         """Graphs are about to be captured."""
