@@ -125,6 +125,8 @@ def test_a_cache_is_that_of_the_configuration_as_it_is() -> None:
                 layer.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))
     model.config.layer_types[0] = "full_attention"
     assert type(caches.empty(model).layers[0]) is prefill.PromptLayer
+    model.config.of_the_users_own = torch.ones(2)
+    assert [caches.empty(model).get_seq_length() for _ in range(2)] == [0, 0]
 
 
 class OwnGeneration(type(zoo.build("llama"))):

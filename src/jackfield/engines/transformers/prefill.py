@@ -49,7 +49,7 @@ class PromptCaches:
     def empty(self, model: PreTrainedModel) -> DynamicCache:
         """One that a prompt alone goes into."""
         config = model.config.get_text_config(decoder=True)
-        if vars(config) != self._settings:
+        if not self._are_known(vars(config)):
             self._first = DynamicCache(config=config)
             self._settings = copy.deepcopy(vars(config))
         cache = copy.copy(self._first)
@@ -57,6 +57,12 @@ class PromptCaches:
             PromptLayer() if type(layer) is DynamicLayer else copy.deepcopy(layer) for layer in self._first.layers
         ]
         return cache
+
+    def _are_known(self, settings: dict[str, Any]) -> bool:
+        try:
+            return settings == self._settings
+        except (RuntimeError, ValueError):  # of a tensor or an array among them, which equals nothing in one word
+            return False
 
 
 def _joined(states: Tensor) -> Tensor:
