@@ -6,7 +6,7 @@ contents of the buffers change. `double.py` says the same in torch, and a test h
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownParameterType=false
 # pyright: reportMissingParameterType=false, reportUntypedFunctionDecorator=false, reportUnknownArgumentType=false
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportIndexIssue=false
 # ruff: noqa: N803 - Triton's own language: arguments have no types, and constants are in capitals
 
 from typing import Any, Final
