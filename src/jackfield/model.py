@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from jackfield.harvest.harvesting import harvest
 from jackfield.harvest.reading import Harvest
 from jackfield.harvest.running import Tally
 from jackfield.interleave.reference import Shared
+from jackfield.interleave.worker import Worker
 from jackfield.interventions.kinds import Intervention
-from jackfield.interventions.places import parse_site, read_site
+from jackfield.interventions.places import Site, parse_site, read_site
 from jackfield.interventions.shared import Named
 from jackfield.session import Job, Trace, raise_errors, result, run
 from jackfield.trace.capture import Block
@@ -63,13 +64,14 @@ class Model(RootValues, ValuePart):
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         family: Any = None,
-        arm: Iterable[str] = (),
+        arm: str | Iterable[str] = (),
         **options: Any,
     ) -> None:
+        sites = _sites(arm)  # before a model is loaded for nothing
         super().__init__(_engine(engine, model, dtype, device, family, options), "")
         object.__setattr__(self, "_named", {})
         try:
-            self.arm(*arm)
+            self._arm(sites)
         except BaseException:
             self.close()
             raise
@@ -304,12 +306,17 @@ class Model(RootValues, ValuePart):
 
         >>> model.arm("layers.18.layer_output")                                         # doctest: +SKIP
         """
+        self._arm(_sites(sites))
+
+    def _arm(self, sites: Sequence[Site]) -> None:
+        if Worker.current() is not None:
+            raise TracingError("A block cannot arm anything: the model is busy with it.")
         try:
-            places = [place for site in sites for place in parse_site(read_site(site)).places(len(self.layers))]
+            places = [place for site in sites for place in site.places(len(self.layers))]
         except ValueError as error:
             raise UnknownValue(f"arm: {error}") from None
         if places:
-            self._engine.arm([(place.name, place.layer) for place in places])
+            self._engine.arm(places)
 
     def stats(self) -> Mapping[str, int]:
         """How many of vLLM's passes ran in which way since it was started; {} on engines that have one way alone.
@@ -351,6 +358,17 @@ class Model(RootValues, ValuePart):
         server = self._server
         assert isinstance(server, Engine)
         return server
+
+
+def _sites(given: Any) -> list[Site]:
+    """Sites to be armed, one or several."""
+    if not isinstance(given, Iterable):
+        raise InvalidRequest(f"arm={given!r}: write one site, or several, such as ['layers.18.layer_output'].")
+    try:
+        several = [given] if isinstance(given, str) else cast("Iterable[object]", given)
+        return [parse_site(read_site(site)) for site in several]
+    except ValueError as error:
+        raise UnknownValue(f"arm: {error}") from None
 
 
 def _engine(name: str, model: Any, dtype: Any, device: Any, family: Any, options: dict[str, Any]) -> Engine:

@@ -1,5 +1,7 @@
 """`model.arm`: making ready what blocks will ask for, which changes nothing of what they get."""
 
+from typing import Any
+
 import pytest
 
 import jackfield as jf
@@ -30,8 +32,26 @@ def test_what_is_no_value_is_refused(model: jf.Model, site: str, message: str) -
         model.arm("layers.0.layer_output", site)
 
 
+@pytest.mark.parametrize(
+    ("arm", "error", "message"),
+    [
+        ("layer_output", jf.UnknownValue, "say which"),
+        (["layers.0.layer_output", None], jf.UnknownValue, "None is no site"),
+        (3, jf.InvalidRequest, "arm=3: write one site"),
+    ],
+)
+def test_nothing_is_loaded_for_an_arm_that_is_none(arm: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        jf.Model("nowhere/nothing", arm=arm)
+
+
+def test_a_block_arms_nothing(model: jf.Model, prompt: list[int]) -> None:
+    with pytest.raises(jf.TracingError, match="A block cannot arm anything"):
+        model.run(prompt, lambda m, t: m.arm("layers.0.layer_output"))
+
+
 def test_what_is_not_available_says_why(model: jf.Model) -> None:
     reason = model.support(0)["router_logits"]
     assert reason
-    with pytest.raises(jf.Unavailable, match="router_logits is not available"):
+    with pytest.raises(jf.Unavailable, match=r"layers\.0\.router_logits is not available"):
         model.arm("layers.0.router_logits")

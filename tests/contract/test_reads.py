@@ -296,6 +296,20 @@ def test_a_resize_in_place_is_refused(model: jf.Model, prompt: list[int]) -> Non
         model.run(prompt, block)
 
 
+def test_the_ids_of_a_step_are_one_tensor_however_often_they_are_read(model: jf.Model, prompt: list[int]) -> None:
+    def block(m: jf.Model, t: Any) -> list[list[int]]:
+        found = []
+        for _ in t.iter[:]:
+            first = m.input_ids
+            m.layers[1].layer_output  # noqa: B018
+            assert m.input_ids is first
+            found.append(first[0].tolist())
+        return found
+
+    result = model.run(prompt, block, max_tokens=3, ignore_eos=True)
+    assert result.returned == [prompt, *([token] for token in result.token_ids[:2])]
+
+
 @pytest.mark.parametrize("name", ["attention_head_results", "next_token_probabilities", "input_ids"])
 def test_what_can_be_read_only_is_not_changed(model: jf.Model, prompt: list[int], name: str) -> None:
     def part(m: jf.Model) -> Any:

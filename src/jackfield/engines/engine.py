@@ -12,6 +12,7 @@ from jackfield.engines.prompt import Prompt, Tokenizer
 from jackfield.engines.request import Completion, Sampling
 from jackfield.errors import EngineDied, Unavailable
 from jackfield.interleave.worker import Channel, Worker
+from jackfield.interventions.places import Place
 from jackfield.trace.tracer import Tracer
 from jackfield.values.anatomy import AttentionAnatomy
 from jackfield.values.part import Part
@@ -108,11 +109,11 @@ class Engine(ABC):
     def batches(self, requests: Iterator[Request]) -> Iterator[list[Request]]:
         """Cuts a stream of requests into the batches that `execute` takes."""
 
-    def arm(self, values: Sequence[tuple[str, int | None]]) -> None:
-        """Makes ready, together, for blocks that will ask for these (name, layer); Unavailable with the reason."""
-        for name, layer in values:
-            if (reason := self.support(layer).get(name)) is not None:
-                raise Unavailable(f"{name} is not available: {reason}.")
+    def arm(self, places: Sequence[Place]) -> None:
+        """Makes ready for blocks that will ask for all of these in one step; Unavailable with the reason."""
+        for place in places:
+            if (reason := self.support(place.layer).get(place.name)) is not None:
+                raise Unavailable(f"{place} is not available: {reason}.")
 
     def stats(self) -> Mapping[str, int]:
         """How many passes ran in which way; empty where all run in the same."""

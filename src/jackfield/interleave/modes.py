@@ -182,22 +182,19 @@ class BlockModes:
                         "would run on: do so before, or leave the mode."
                     )
 
-    def stand_aside(self) -> bool:
-        """Whether values can be cut out and put back as it is: the block has set nothing, and there is no autocast."""
+    def aside(self) -> AbstractContextManager[object]:
+        """In which values are cut out and put back: as if the block had set nothing, and without autocast, in which
+        scores would be rounded. Gradients and inference mode are left alone.
+        """
         engine = self._engine
-        return (
+        is_plain = (
             not _is_any_autocast_enabled()
             and _len_torch_function_stack() == engine[3]
             and _len_torch_dispatch_stack() == engine[4]
             and _num_layers() == engine[5]
             and get_default_dtype() is torch.float32
         )
-
-    def aside(self) -> AbstractContextManager[object]:
-        """In which values are cut out and put back: as if the block had set nothing, and without autocast, in which
-        scores would be rounded. Gradients and inference mode are left alone.
-        """
-        return _NOTHING if self.stand_aside() else self._aside()
+        return _NOTHING if is_plain else self._aside()
 
     @contextmanager
     def _aside(self) -> Generator[None]:

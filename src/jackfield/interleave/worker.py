@@ -129,7 +129,7 @@ class Worker:
         self.finalize: Callable[[], None] = lambda: None
         self._held: list[AnyHeld] = []
         self._past: list[AnyHeld] = []  # what the block has moved past
-        self._shown: list[tuple[str, Tensor, int]] = []  # in this step, each with the version that it was given with
+        self._shown: dict[str, tuple[Tensor, int]] = {}  # in this step, each with the version that it was given with
         self._many = MANY  # of them, after which those that nobody has any more are forgotten
         self._modes = BlockModes()
         self._engine: greenlet.greenlet | None = None
@@ -217,11 +217,12 @@ class Worker:
     # -- the block's side
 
     def show(self, name: str, value: Tensor) -> Tensor:
-        """A copy of what is known in the block's step and cannot be edited; that it is not is checked with the step."""
-        with torch.inference_mode(False):  # a tensor born in it has no version counter
-            copy = value.clone()
-        self._shown.append((name, copy, copy._version))
-        return copy
+        """The copy of what is known in the block's step, and is read only: that it was not changed is seen to later."""
+        if name not in self._shown:
+            with torch.inference_mode(False):  # a tensor born in it has no version counter
+                copy = value.clone()
+            self._shown[name] = copy, copy._version
+        return self._shown[name][0]
 
     def read(self, channel: Channel, selection: Selection = WHOLE) -> Any:
         """The value of `channel` in the block's step: waits for it, and hands out a private copy."""
@@ -325,8 +326,6 @@ class Worker:
         return self._modes.aside()
 
     def _copy(self, channel: Channel, selection: Selection) -> Any:
-        if not torch.is_inference_mode_enabled() and self._modes.stand_aside():
-            return channel.read(self.passing, self, selection)  # most of the time
         with self.aside():
             if not torch.is_inference_mode_enabled():
                 return channel.read(self.passing, self, selection)
@@ -375,8 +374,8 @@ class Worker:
         held.settled()
 
     def _check_past(self) -> None:
-        shown, self._shown = self._shown, []
-        for name, tensor, version in shown:
+        shown, self._shown = self._shown, {}
+        for name, (tensor, version) in shown.items():
             if tensor._version != version:
                 raise EditMismatch(READ_ONLY.format(name=name))
         for past in self._past:

@@ -87,9 +87,8 @@ def _kept(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is kept as it is: also `not _is_part`, without the call, for there may be thousands."""
-    is_own = tensor.is_cpu and not tensor.requires_grad and not tensor.is_inference()
-    return is_own and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == tensor.nbytes
+    """Whether it is kept as it is."""
+    return tensor.is_cpu and not tensor.requires_grad and not tensor.is_inference() and not _is_part(tensor)
 
 
 def _kept_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,13 +29,8 @@ class FormulaChannel(Channel):
     def __init__(self, name: str, formula: Formula, *, writable: bool = True) -> None:
         self.name = self.memory = name
         self.site, self.formula, self.writable = formula.site, formula, writable
-        self._is_as_it_passes = formula == Formula(formula.site)
 
     def read(self, passing: Call, worker: Worker, selection: Selection) -> Tensor:
-        if selection is WHOLE and worker.batch_size == 1 and self._is_as_it_passes:
-            tensor = passing.tensor(self.site)
-            if tensor.shape[0] == 1:
-                return tensor.clone()  # most of the time
         rows = self._rows(passing, worker, self.site)
         if self.formula.minus is not None:
             rows = rows - self._rows(passing, worker, self.formula.minus)

@@ -1,7 +1,7 @@
 """One traced request as a worker process has it: its block, the step it is at, and what it must not lose."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any, Final, cast
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from jackfield.engines.vllm.alike import Alike, AlikeWorker
-from jackfield.engines.vllm.graphs import armed_site
 from jackfield.engines.vllm.interrupts import is_apart
 from jackfield.engines.vllm.shipping import Shipment
 from jackfield.engines.vllm.traced_worker import TracedWorker
@@ -88,7 +87,6 @@ class Companion:
         self.prompt_length = len(shipment.prompt_token_ids)
         self.seen = 0
         self.kept: Mapping[str, tuple[Tensor, Tensor]] = {}
-        self.wanted: frozenset[Site] = frozenset()  # where a graph is to be cut for it
         self._came_to: set[Site] = set()
         self.last: Site | None = None  # the site that it came to last, in this step
         rows = Rows(0, 0, self.prompt_length)
@@ -111,15 +109,13 @@ class Companion:
     def came_to(self, site: Site) -> None:
         """Its block waited at a site that passes."""
         self.last = site
-        if site not in self._came_to:
-            self._came_to.add(site)
-            self.wanted |= {armed_site(site)}
+        self._came_to.add(site)
 
     @property
-    def next_wanted(self) -> frozenset[Site]:
-        """Where a graph is to be cut for its next step: where it has been, and where it waits now."""
+    def next_wanted(self) -> Set[Site]:
+        """Where its block will wait in its next step, as far as is known: where it has been, and where it is."""
         slot = self.worker.slot
-        return self.wanted if slot is None or self.worker.done else self.wanted | {armed_site(slot.site)}
+        return self._came_to if slot is None or self.worker.done else self._came_to | {slot.site}
 
     @property
     def watches(self) -> bool:

@@ -27,6 +27,7 @@ from jackfield.errors import EngineDied, InvalidRequest, RequestTooLong, Tracing
 from jackfield.interleave.reference import Shared
 from jackfield.interleave.worker import Channel, Worker
 from jackfield.interventions.block import InterventionBlock
+from jackfield.interventions.places import Place
 from jackfield.trace.capture import Block
 
 SAME_NAMES: Final = (
@@ -271,9 +272,9 @@ class VllmEngine(Served):
         made: Tensor = self._driver.do(self._ask, "jackfield_project", dumps(x.detach(), self._ends), norm)
         return made.to(x.device)
 
-    def arm(self, values: Sequence[tuple[str, int | None]]) -> None:
-        super().arm(values)
-        self._driver.do(self._tell, "jackfield_arm", list(values))
+    def arm(self, places: Sequence[Place]) -> None:
+        super().arm(places)
+        self._driver.do(self._tell, "jackfield_arm", [(place.name, place.layer) for place in places])
 
     def stats(self) -> Mapping[str, int]:
         return self._driver.do(self._ask, "jackfield_stats")

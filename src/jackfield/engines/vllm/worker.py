@@ -20,6 +20,7 @@ from jackfield.engines.vllm.salt import salted
 from jackfield.engines.vllm.shipping import KEY, loads
 from jackfield.engines.vllm.versions import check_version
 from jackfield.engines.vllm.worker_engine import WorkerEngine
+from jackfield.interventions.places import Place
 
 _Base: Any = (
     foreign("vllm.v1.worker.cpu_worker", "CPUWorker")  # of which nothing may be imported beside a GPU
@@ -107,7 +108,7 @@ class Worker(_Base):
 
     def jackfield_arm(self, values: list[tuple[str, int | None]]) -> None:
         """Graphs that are cut where these values pass, for every batch size that has a graph."""
-        self.jackfield.arm(values)
+        self.jackfield.arm([Place(name, layer) for name, layer in values])
 
     def jackfield_stats(self) -> bytes:
         """How many passes ran in which way."""

@@ -34,7 +34,7 @@ from jackfield.engines.vllm.untraceable import untraceable
 from jackfield.errors import TracingError, Unavailable
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Channel, Worker
-from jackfield.interventions.places import named_values
+from jackfield.interventions.places import Place
 
 
 class WorkerEngine(Served):
@@ -151,12 +151,10 @@ class WorkerEngine(Served):
         """The worker is shut down: nothing of vLLM's that outlives it stays wrapped."""
         self.rows.close()
 
-    def arm(self, values: Sequence[tuple[str, int | None]]) -> None:
-        """Has graphs ready for blocks that wait for these values in one step; nothing where passes have none."""
-        sites = {
-            self.channel(name, layer, None, 0).site for name, layer in values if not named_values()[name].each_step
-        }
-        self.rows.arm(Armed(self.host.cuts(sites)))
+    def arm(self, places: Sequence[Place]) -> None:
+        """Has graphs ready; nothing where passes have none for blocks."""
+        named = [place for place in places if not place.value.each_step]
+        self.rows.arm(Armed(self.host.cuts(self.channel(place.name, place.layer, None, 0).site for place in named)))
 
     def settle_graphs(self) -> None:
         """Graphs are about to be captured."""
