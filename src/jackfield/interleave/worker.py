@@ -7,6 +7,7 @@ too late is found.
 """
 
 import contextvars
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -52,6 +53,11 @@ class Selection:
 
     heads: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
+
+    def meets(self, other: "Selection") -> bool:
+        """Whether some row of some head is in both."""
+        pairs = ((self.heads, other.heads), (self.tokens, other.tokens))
+        return all(one is None or two is None or not set(one).isdisjoint(two) for one, two in pairs)
 
 
 WHOLE = Selection()
@@ -228,10 +234,10 @@ class Worker:
         """The value of `channel` in the block's step: waits for it, and hands out a private copy."""
         self.reach(channel, selection)
         if self._held:
+            self._settle()  # before it is known what is held: of what was changed, other copies are out of date
             held = self._holding(channel, selection)
             if held is not None:
                 return held.value
-            self._settle()
         value = self._copy(channel, selection)
         held = (Held if isinstance(value, Tensor) else HeldNest)(channel, selection, value, self.step)
         self._held.append(held)
@@ -305,9 +311,8 @@ class Worker:
         """Leaves the site the block stands at: what it changed goes back to the model."""
         if self.passing is None:
             return
+        self._settle()
         for held in self._held:
-            if held.changed:
-                self._write_back(held)
             held.let_go()
         self._past += self._held
         self._held = []
@@ -345,6 +350,13 @@ class Worker:
         changed = [held for held in self._held if held.changed]
         if not changed:
             return
+        for one, two in itertools.combinations(changed, 2):
+            if one.channel.memory == two.channel.memory and one.selection.meets(two.selection):
+                names = " and ".join(dict.fromkeys((one.channel.name, two.channel.name)))
+                raise EditMismatch(
+                    f"{names}: two copies of the same numbers were both changed in place, and one change would undo "
+                    "the other. Change one, and then read the other."
+                )
         for held in changed:
             self._write_back(held)
         for held in changed:

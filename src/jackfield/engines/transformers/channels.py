@@ -27,7 +27,7 @@ class FormulaChannel(Channel):
     """A value of the stream, a sublayer or a norm: `factor * (tensor - minus)`, [1, token, width]."""
 
     def __init__(self, name: str, formula: Formula, *, writable: bool = True) -> None:
-        self.name = self.memory = name
+        self.name, self.memory = name, f"{formula.site}{'' if formula.stream is None else formula.stream}"
         self.site, self.formula, self.writable = formula.site, formula, writable
 
     def read(self, passing: Call, worker: Worker, selection: Selection) -> Tensor:

@@ -32,7 +32,7 @@ class StreamChannel(RowsChannel):
     def __init__(
         self, name: str, site: Site, *, summed: bool = False, factor: float = 1.0, joint: Joint = WHOLE_PART
     ) -> None:
-        self.name = self.memory = name
+        self.name, self.memory = name, str(site)  # also where it is one of two halves there, and they are added
         self.site, self.summed, self.factor, self.writable = site, summed, factor, True
         self.joint, self.together = joint, joint is WHOLE_PART
 
