@@ -142,7 +142,7 @@ class WorkerEngine(Served):
                     "run fewer requests at a time (max_num_seqs)."
                 )
             companion.kept = {
-                tap.path: tap.keep(self.rows.blocks_of(tap.name, request_id), companion.seen)
+                tap.path: tap.keep(self.rows.held(tap.name, request_id), companion.seen)
                 for tap in self._op_taps
                 if tap.keeps
             }
@@ -209,7 +209,7 @@ class WorkerEngine(Served):
         loaded: Any = self.loaded  # torch types a module's attributes as tensors and modules
         loaded.forward, loaded.compute_logits = watched, with_logits
 
-    def _blocks(self, layer: str, now: ForwardPass, worker: Worker) -> tuple[Sequence[int], int]:
+    def _blocks(self, layer: str, now: ForwardPass, worker: Worker) -> tuple[Tensor, int]:
         placed = now.of[worker]
         return self.rows.blocks(layer, placed.index), placed.position + placed.count
 
