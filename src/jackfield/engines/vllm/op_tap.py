@@ -38,6 +38,7 @@ class OpTap:
     ) -> None:
         self.name, self.layer, self.path, self.facts = name, layer, path, facts
         self.reader: CacheReader | str = "its cache was not looked at"
+        self.feeds: int | None = None  # the tap, by number, of a projection that is given what the op made
         self._blocks, self._slot_mapping = blocks, slot_mapping
         ports = (Port.ATTEND, Port.SCORES, Port.PATTERN, Port.HEADS)
         self._attend, *self._after = (slots(Site(path, port)) for port in ports)
@@ -57,7 +58,10 @@ class OpTap:
             now.before(self, q, k, v, cache)
             result = forward(layer, q, k, v, cache, metadata, *args, **kwargs)
             output = kwargs.get("output")
-            now.behind(self, q, k, v, cache, output if output is not None else result)
+            made: Tensor = output if output is not None else result
+            now.behind(self, q, k, v, cache, made)
+            if self.feeds is not None:
+                now.tap(self.feeds, made.view(made.shape[0], -1), None)
             return result
 
         impl.forward = tapped
