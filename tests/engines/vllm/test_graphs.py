@@ -102,7 +102,7 @@ def test_what_is_armed_ahead_is_captured_once_for_every_size(monkeypatch: pytest
     """Kills: sizes that are left to the first pass, and graphs that a step's own sites do not find."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     manager, stats = Manager(), graphs.Stats()
-    kept = graphs.Graphs(manager, SITES, stats)
+    kept = graphs.Graphs(manager, SITES, stats, list)
     kept.arm(Armed(frozenset([SITES[1]])))
     assert not manager.captures  # nothing is there before vLLM has captured its own
     manager.capture()
@@ -115,3 +115,79 @@ def test_what_is_armed_ahead_is_captured_once_for_every_size(monkeypatch: pytest
     assert stats.captured == 2
     kept.ensure(next(iter(own)), Armed(frozenset([SITES[2]])))
     assert stats.captured == 3
+
+
+class Piece:
+    """vLLM's wrapper of the compiled code between two attention ops, which keeps its graphs itself."""
+
+    def __init__(self) -> None:
+        self.concrete_cudagraph_entries: dict[str, str] = {"mine": "vLLM's own"}
+
+
+class InPieces(Manager):
+    """Captures into what the pieces keep."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        super().__init__()
+        self.pieces = pieces
+        self._capture_descs = {"pieces": [size(1)]}
+
+    def capture(self, *_: Any, progress_bar_desc: str = "") -> None:
+        for descriptor in self._capture_descs["pieces"]:
+            for piece in self.pieces:
+                piece.concrete_cudagraph_entries[descriptor.name] = f"{progress_bar_desc} {id(NOW.get())}"
+
+
+def test_pieces_have_graphs_of_each_set_from_the_second_time_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: graphs of one set in another's place, and a capture for what is wanted once."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    pieces = [Piece(), Piece()]
+    manager, stats = InPieces(pieces), graphs.Stats()
+    kept = graphs.Graphs(manager, SITES, stats, lambda: list(pieces))
+    manager.capture()
+    (small,) = manager._capture_descs["pieces"]
+    small.cg_mode = "pieces"
+    own = dict(pieces[0].concrete_cudagraph_entries)
+    assert kept.takes_pieces(small, Armed())  # vLLM's own, with nothing in them
+    first, second = (Armed(tables=frozenset([SITES[number]]), version=1) for number in (0, 1))
+    assert [kept.takes_pieces(small, first) for _ in range(2)] == [False, True]
+    for each in (first, second):
+        assert kept.ensure(small, each) == each
+    assert kept.takes_pieces(small, second)
+    assert pieces[0].concrete_cudagraph_entries == own
+    seen: list[Any] = []
+    for each in (first, second):
+        with kept.taking(each):
+            seen.append(dict(pieces[1].concrete_cudagraph_entries))
+    assert seen[0].keys() == seen[1].keys() == {"1 rows"}
+    assert seen[0] != seen[1]
+    assert pieces[1].concrete_cudagraph_entries == own
+    assert stats.captured == 2
+    assert not graphs.Graphs(manager, SITES, stats, list).takes_pieces(small, first)
+
+
+class Op:
+    """An attention op's tap."""
+
+    path = "layers.0.attention"
+
+    def before(self, now: Pass, *_: Any) -> None: ...
+
+
+def test_an_op_between_two_pieces_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kills: a cut in a graph that has ended."""
+    monkeypatch.setattr(graphs, "_weak", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    armed = Armed(frozenset([SITES[0], Site(Op.path, Port.ATTEND)]))
+    capture: Any = Capture(armed, SITES, lambda site, x, residual: None)
+    graph = capture.graph()
+    graph.capture_begin()
+    graph.capture_end()
+    capture.before(Op(), X, X, X, X)
+    capture.tap(0, X, None)
+    assert len(graph._parts) == 1
+    graph = capture.graph()
+    graph.capture_begin()
+    capture.before(Op(), X, X, X, X)
+    graph.capture_end()
+    assert len(graph._parts) == 3

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from jackfield.engines.vllm.alike import Alike, AlikeWorker
+from jackfield.engines.vllm.foresight import Foresight
 from jackfield.engines.vllm.interrupts import is_apart
 from jackfield.engines.vllm.shipping import Shipment
 from jackfield.engines.vllm.traced_worker import TracedWorker
@@ -80,14 +81,20 @@ class Companion:
     """
 
     def __init__(
-        self, shipment: Shipment, engine: Any, model: Any, slots: dict[Site, Slot], alike: Alike | None
+        self,
+        shipment: Shipment,
+        engine: Any,
+        model: Any,
+        slots: dict[Site, Slot],
+        alike: Alike | None,
+        foresight: Foresight,
     ) -> None:
         device: torch.device = engine.facts.device
         self.name = shipment.name
         self.prompt_length = len(shipment.prompt_token_ids)
         self.seen = 0
         self.kept: Mapping[str, tuple[Tensor, Tensor]] = {}
-        self._came_to: set[Site] = set()
+        self.came_to: set[Site] = set()
         self.last: Site | None = None  # the site that it came to last, in this step
         rows = Rows(0, 0, self.prompt_length)
         self.worker = TracedWorker(rows) if alike is None else AlikeWorker(rows, alike)
@@ -95,6 +102,8 @@ class Companion:
         self.worker.owner, self.worker.finalize = engine, self.tracer.finalize
         self.interleaver = Interleaver([self.worker], lambda slot: None, slots)
         block = cast("Block | InterventionBlock", shipment.block)
+        self.code = block.code if isinstance(block, Block) else None
+        self.foreseen = foresight.of(self.code)  # where it will wait, if it does what others of its code did
         self.raw = bool(block.names & RAW_NAMES)  # whether it may want what no tap has
         self.names_early = bool(block.names & PREROTARY)  # whether it wants what passes before it is asked for
         self.early = self.names_early or bool(block.names & DYNAMIC_NAMES)  # whether it may want that
@@ -106,16 +115,22 @@ class Companion:
         """Which step the row at an absolute position belongs to."""
         return 0 if position < self.prompt_length else position - self.prompt_length + 1
 
-    def came_to(self, site: Site) -> None:
-        """Its block waited at a site that passes."""
+    def comes_to(self, site: Site) -> None:
+        """Its block waits at a site that passes."""
         self.last = site
-        self._came_to.add(site)
+        self.came_to.add(site)
 
     @property
     def next_wanted(self) -> Set[Site]:
-        """Where its block will wait in its next step, as far as is known: where it has been, and where it is."""
+        """Where its block will wait in its next step, as far as is known: what is foreseen, where it was, and is."""
+        known = self.came_to | (self.foreseen or frozenset[Site]())
         slot = self.worker.slot
-        return self._came_to if slot is None or self.worker.done else self._came_to | {slot.site}
+        return known if slot is None or self.worker.done else known | {slot.site}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is something to be known of its next step: it has made one, or others have."""
+        return self.seen >= self.prompt_length or self.foreseen is not None
 
     @property
     def watches(self) -> bool:

@@ -1,7 +1,7 @@
 """One forward pass over a batch with traced requests in it: where their rows are, and who waits at each tap."""
 
-from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from inspect import Signature
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,17 @@ class ForwardPass:
         self._again, self._replayed = True, False
         self._looks = True
 
+    @contextmanager
+    def in_graphs(self) -> Generator[None]:
+        """While it is open, taps that are alive have tables do what they would do in a graph."""
+        if self.tabled is not None:
+            self.tabled.in_graphs = True
+        try:
+            yield
+        finally:
+            if self.tabled is not None:
+                self.tabled.in_graphs = False
+
     def before(self, tap: "OpTap", q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> None:
         """An attention op is about to run."""
         tap.before(self, q, k, v, cache)
@@ -124,7 +135,7 @@ class ForwardPass:
     def arrived(self, slot: Slot) -> list[Worker]:
         """Who waits at a slot that passes. What a block wants here it may want again: graphs are cut there."""
         for worker in slot.workers:
-            self.of[worker].companion.came_to(slot.site)
+            self.of[worker].companion.comes_to(slot.site)
         return slot.workers
 
     def doing_again(self, slot: Slot) -> list[Worker]:
@@ -174,7 +185,7 @@ class ForwardPass:
     def _arrive(self, worker: Worker, slot: Slot, tapped: Tapped) -> Halves:
         """A block waits here, and may do so again: graphs are cut there."""
         placed = self.of[worker]
-        placed.companion.came_to(slot.site)
+        placed.companion.comes_to(slot.site)
         return Halves(tapped, placed.fresh, placed.companion)
 
     def _resume(self, waiting: Sequence[Halves]) -> None:

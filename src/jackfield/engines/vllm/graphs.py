@@ -1,4 +1,6 @@
-"""Full CUDA graphs with blocks in them: where a block waits, a graph is cut, and the block runs between its two parts.
+"""CUDA graphs with blocks in them: where a block waits, a graph is cut, and the block runs between its two parts.
+
+Full graphs, and the pieces between attention ops that passes with prompts take, whose ops run as they come.
 
 A set of graphs is kept per armed set, the sites that the requests of a step want; the set that arms nothing is vLLM's
 own. Interventions that are data need no cut: the kernel that reads their tables is in the graph. What a tap does is
@@ -48,6 +50,8 @@ class Armed:
 NOTHING: Final = Armed()
 MOST_SETS: Final = 16
 """How many armed sets keep their graphs; the one unused for longest goes first."""
+MOST_WANTED: Final = 1024
+"""How many sets and sizes are remembered that were wanted in pieces, once."""
 
 
 def armed_site(site: Site) -> Site:
@@ -67,15 +71,17 @@ class SegmentedGraph:
         self._graph = graph
         self._parts: list[Callable[[], None]] = []
         self._begun: Any = None
+        self.is_open = False  # whether it is being captured
         self._arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
         """As torch's; what is given, the memory pool among it, holds for every part."""
-        self._arguments = args, kwargs
+        self._arguments, self.is_open = (args, kwargs), True
         self._begin()
 
     def capture_end(self) -> None:
         """As torch's."""
+        self.is_open = False
         self._end()
 
     def cut(self, callback: Callable[[], None]) -> None:
@@ -116,7 +122,7 @@ class Capture:
         """A tap of a module, by its number."""
         if self._numbered[site] in self._armed.tables:
             self._launch(site, x, residual)  # in the run before a capture as well, in which it is compiled
-        if self._graph is not None and self._numbered[site] in self._armed.cut:
+        if self._graph is not None and self._graph.is_open and self._numbered[site] in self._armed.cut:
             held = _weak(x), _weak(residual)
             self._graph.cut(lambda: _now().at_cut(site, *held))
 
@@ -129,7 +135,8 @@ class Capture:
         self._cut_at(tap, tap.behind, (q, k, v, cache, output))
 
     def _cut_at(self, tap: "OpTap", told: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
-        if self._graph is not None and Site(tap.path, Port.ATTEND) in self._armed.cut:
+        is_captured = self._graph is not None and self._graph.is_open  # in pieces an op runs between two of them
+        if self._graph is not None and is_captured and Site(tap.path, Port.ATTEND) in self._armed.cut:
             held = [_weak(tensor) for tensor in tensors]
             self._graph.cut(lambda: told(_now(), *held))
 
@@ -152,7 +159,7 @@ class Stats:
     """How passes ran since the engine was started, for measurements."""
 
     plain: int = 0  # without a traced request, as vLLM runs them
-    armed: int = 0  # full graphs with blocks or tables in them
+    armed: int = 0  # graphs with blocks or tables in them
     again: int = 0  # of these, run a second time for a site that had not been armed
     eager: int = 0  # with traced requests, without graphs
     tabled: int = 0  # of the armed ones, those with tables in them
@@ -166,13 +173,23 @@ class Stats:
             self.plain += 1
 
 
-class Graphs:
-    """The graphs of vLLM's second runner, by armed set."""
+class _Set:
+    """The graphs of one armed set: full ones by descriptor, and of each piece those that it keeps itself."""
 
-    def __init__(self, manager: Any, sites: Mapping[int, Site], stats: Stats) -> None:
-        self._manager, self._sites, self._stats = manager, sites, stats
+    def __init__(self) -> None:
+        self.full: dict[Any, Any] = {}
+        self.of_piece: dict[Any, dict[Any, Any]] = {}
+        self.known: set[Any] = set()  # the descriptors of both
+
+
+class Graphs:
+    """The graphs of vLLM's second runner, by armed set. `pieces` are what keeps the graphs between attention ops."""
+
+    def __init__(self, manager: Any, sites: Mapping[int, Site], stats: Stats, pieces: Callable[[], list[Any]]) -> None:
+        self._manager, self._sites, self._stats, self._pieces = manager, sites, stats, pieces
         self.launch: TableLaunch | None = None  # set where there are tables
-        self._sets: OrderedDict[Armed, dict[Any, Any]] = OrderedDict()
+        self._sets: OrderedDict[Armed, _Set] = OrderedDict()
+        self._wanted_once: dict[tuple[Any, Armed], None] = {}
         self._arguments: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         self._capture: Callable[..., Any] = manager.capture
         manager.capture = self._remembered
@@ -187,6 +204,23 @@ class Graphs:
         """Whether there are full graphs at all."""
         return self._arguments is not None
 
+    def takes_pieces(self, descriptor: Any, armed: Armed) -> bool:
+        """Whether a pass in pieces has graphs: those of a set are made when a size of it is wanted a second time."""
+        if not self._pieces():
+            return False
+        if not armed or self._serving(descriptor, armed):
+            return True
+        wanted = descriptor, armed
+        if wanted in self._wanted_once:
+            return True
+        self._wanted_once[wanted] = None
+        if len(self._wanted_once) > MOST_WANTED:
+            del self._wanted_once[next(iter(self._wanted_once))]
+        return False
+
+    def _serving(self, descriptor: Any, armed: Armed) -> list[Armed]:
+        return [each for each, of_set in self._sets.items() if descriptor in of_set.known and each.serves(armed)]
+
     def arm(self, armed: Armed) -> None:
         """Captures what a pass of any size that vLLM has a graph for will want."""
         for descriptor in list(self._manager.graphs):
@@ -194,15 +228,15 @@ class Graphs:
 
     def ensure(self, descriptor: Any, armed: Armed) -> Armed:
         """The smallest set that serves and has a graph of this descriptor; captures that of `armed` if none does."""
-        serving = [each for each, graphs in self._sets.items() if descriptor in graphs and each.serves(armed)]
-        armed = min(serving, key=lambda each: len(each.tables), default=armed)
-        graphs = self._sets.setdefault(armed, {})
+        armed = min(self._serving(descriptor, armed), key=lambda each: len(each.tables), default=armed)
+        of_set = self._sets.setdefault(armed, _Set())
         self._sets.move_to_end(armed)
-        if descriptor not in graphs:
+        if descriptor not in of_set.known:
             self._stats.captured += 1
-            with self._only(descriptor, graphs), _capturing(Capture(armed, self._sites, self._launched)):
+            with self._only(descriptor, of_set), _capturing(Capture(armed, self._sites, self._launched)):
                 assert self._arguments is not None
                 self._capture(*self._arguments[0], **{**self._arguments[1], "progress_bar_desc": "Arming"})
+            of_set.known.add(descriptor)
         stale = [each for each in self._sets if each.tables and each.version != armed.version and armed.tables]
         for each in stale:
             del self._sets[each]
@@ -217,22 +251,33 @@ class Graphs:
     @contextmanager
     def taking(self, armed: Armed) -> Generator[None]:
         """While it is open, the runner replays the graphs of this armed set."""
-        held = self._manager.graphs
-        self._manager.graphs = self._sets[armed]
+        with self._in_place(self._sets[armed]):
+            yield
+
+    @contextmanager
+    def _in_place(self, of_set: _Set) -> Generator[None]:
+        pieces = self._pieces()
+        held, of_pieces = self._manager.graphs, [piece.concrete_cudagraph_entries for piece in pieces]
+        self._manager.graphs = of_set.full
+        for piece in pieces:
+            piece.concrete_cudagraph_entries = of_set.of_piece.setdefault(piece, {})
         try:
             yield
         finally:
             self._manager.graphs = held
+            for piece, entries in zip(pieces, of_pieces, strict=True):
+                piece.concrete_cudagraph_entries = entries
 
     @contextmanager
-    def _only(self, descriptor: Any, graphs: dict[Any, Any]) -> Generator[None]:
+    def _only(self, descriptor: Any, of_set: _Set) -> Generator[None]:
+        """While it is open, the runner captures this descriptor alone, into this set."""
         manager = self._manager
-        held = manager.graphs, manager._capture_descs
-        manager.graphs, manager._capture_descs = graphs, {descriptor.cg_mode: [descriptor]}
+        held, manager._capture_descs = manager._capture_descs, {descriptor.cg_mode: [descriptor]}
         try:
-            yield
+            with self._in_place(of_set):
+                yield
         finally:
-            manager.graphs, manager._capture_descs = held
+            manager._capture_descs = held
 
 
 @contextmanager

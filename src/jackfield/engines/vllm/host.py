@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from jackfield.engines.vllm.alike import Alike, Randomness
 from jackfield.engines.vllm.companion import Companion, Fate
+from jackfield.engines.vllm.foresight import Foresight
 from jackfield.engines.vllm.forward_pass import FINAL_NORM, LOGITS, ForwardPass, Placed
 from jackfield.engines.vllm.graphs import armed_site
 from jackfield.engines.vllm.parts import Ranks
@@ -55,6 +56,7 @@ class Host:
         self.model: Any = None
         self.recorder: Recorder | None = None  # of the probe that runs, and of the one before it
         self.plain: Recorder | None = None
+        self._foresight = Foresight()
         self._ids: dict[str, str] = {}  # the client's name to vLLM's id
         self._edited = set[str]()  # who ended after an edit, until the scheduler says so
         self._stillborn: list[str] = []  # whose blocks could not be begun in this step
@@ -115,7 +117,7 @@ class Host:
                 if self.tables is not None and self.tables.take(request_id, name, shipment.block):
                     return None
                 shipment = replace(shipment, block=shipment.block.block)
-            made = Companion(shipment, self.server, self.model, self.slots, alike)
+            made = Companion(shipment, self.server, self.model, self.slots, alike, self._foresight)
         except BaseException as error:  # of the user's own code, which runs when it is unpickled and bound
             made = error
         if alike is None or self._ranks.agree(type(made).__name__) or not isinstance(made, Companion):
@@ -166,6 +168,7 @@ class Host:
         companion = self.companions.pop(request_id, None)
         if companion is not None:
             del self._ids[companion.name]
+            self._foresight.learn(companion.code, companion.came_to)
             self._keep_fate(companion.name, companion.finish())
         elif self.tables is not None and request_id in self.tables.requests:
             name = self.tables.requests[request_id].name

@@ -51,6 +51,7 @@ class Runner(ABC):
         self._groups: Mapping[str, int] | None = None
         self.traced = self.eager = self.uncompiled = False
         self.armed = self.taken = NOTHING  # what the next pass wants, and what its graph has
+        self.in_pieces = False  # whether its graphs are those between attention ops
         self.launch: TableLaunch | None = None
         self.stats = Stats()
         self._undone: list[Callable[[], None]] = []
@@ -65,6 +66,10 @@ class Runner(ABC):
 
     def arm(self, armed: Armed) -> None:  # noqa: B027 - what runners without graphs for blocks have nothing to do for
         """Has a graph of every batch size ready for `armed`."""
+
+    def taking(self) -> AbstractContextManager[None]:
+        """While it is open, a pass in pieces takes the graphs of `taken`."""
+        return nullcontext()
 
     @abstractmethod
     def settle_graphs(self, watch: Watch) -> None:
@@ -210,6 +215,7 @@ class SecondRunner(Runner):
             return prepared
 
         def dispatched(dispatch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.in_pieces = False
             chosen = dispatch(*args, **(kwargs | {"need_eager": True} if self._graphless() else kwargs))
             if (taken := self._armed(chosen)) is not None:
                 return taken
@@ -231,13 +237,13 @@ class SecondRunner(Runner):
 
     def settle_graphs(self, watch: Watch) -> None:
         manager = self._runner.cudagraph_manager
-        self._graphs = Graphs(manager, self._sites, self.stats)
+        self._graphs = Graphs(manager, self._sites, self.stats, self._pieces)
         self._graphs.launch = self.launch
         replay = manager.run_fullgraph
 
         def run_fullgraph(descriptor: Any) -> Any:
             def armed() -> Any:
-                with self._graphs_of(self.taken):
+                with self.taking():
                     return replay(descriptor)
 
             return watch(armed, self._again, descriptor.num_tokens) if self.traced else replay(descriptor)
@@ -248,8 +254,14 @@ class SecondRunner(Runner):
         if self._graphs is not None and self._graphs.ready and armed:
             self._graphs.arm(armed)
 
-    def _graphs_of(self, armed: Armed) -> AbstractContextManager[None]:
-        return self._graphs.taking(armed) if armed and self._graphs is not None else nullcontext()
+    def taking(self) -> AbstractContextManager[None]:
+        return self._graphs.taking(self.taken) if self.taken and self._graphs is not None else nullcontext()
+
+    def _pieces(self) -> list[Any]:
+        """What keeps the graphs of this model's compiled pieces; other engines of this process have their own."""
+        made = foreign("vllm.compilation.cuda_graph", "CUDAGraphWrapper")._all_instances
+        piecewise, config = foreign("vllm.config", "CUDAGraphMode").PIECEWISE, self._runner.vllm_config
+        return [each for each in made if each.vllm_config is config and each.runtime_mode == piecewise]
 
     def _graphless(self) -> bool:
         """Whether a traced pass can have no graph: ranks of data parallelism settle theirs together, and beforehand."""
@@ -262,9 +274,11 @@ class SecondRunner(Runner):
         if not self.traced or descriptor.cg_mode == modes.NONE:
             self.stats.count(traced=self.traced)
             return chosen
-        if descriptor.cg_mode != modes.FULL:
-            return None  # the pieces of a piecewise graph are captured without their taps
         assert self._graphs is not None
+        self.in_pieces = descriptor.cg_mode != modes.FULL
+        if self.in_pieces and not self._graphs.takes_pieces(descriptor, self.armed):
+            self.in_pieces = False
+            return None
         self.taken = self._graphs.ensure(descriptor, self.armed) if self.armed else NOTHING
         self.stats.armed += 1
         self.stats.tabled += bool(self.taken.tables)

@@ -1,5 +1,6 @@
 """The engine that blocks have in a worker process: it serves values out of the passes of the runner beside it."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -115,7 +116,7 @@ class WorkerEngine(Served):
         rows.traced = bool(watched) or self.host.recorder is not None or bool(tabled) or keeps_seen
         probed = self.host.recorder
         rows.uncompiled = any(companion.raw for companion in watched) or (probed is not None and probed.uncompiled)
-        rows.eager = rows.uncompiled or not all(companion.seen >= companion.prompt_length for companion in watched)
+        rows.eager = rows.uncompiled or not all(companion.is_known for companion in watched)
         rows.eager |= self.host.recorder is not None or any(companion.names_early for companion in watched)
         rows.eager |= any(companion.kept for companion in watched)  # a graph would not put them back
         rows.eager |= self.ranks.size > 1  # graphs that are cut were not shown to be right on several ranks
@@ -166,16 +167,32 @@ class WorkerEngine(Served):
     def _watch(self, replay: Callable[[], Any], again: Callable[[], Any], total: int) -> Any:
         """A replay as a watched pass; run again where a block waits for what the graph was not cut at."""
         with self.host.watching(self.rows.rows(), total):
-            now = self.host.now
-            if self.rows.taken.tables:
-                tabled = None if now is None else now.tabled
-                self._buffers.say(none_of(total) if tabled is None else tabled.slots)
-            hidden = replay()
-            if now is not None and now.missed(self.rows.taken.tables):
-                now.begin_again()
-                hidden = again()
+            hidden = self._replayed(replay, again, total)
             self.host.final_norm(hidden)
         return hidden
+
+    def _replayed(self, replay: Callable[[], Any], again: Callable[[], Any], total: int) -> Any:
+        now = self.host.now
+        if self.rows.taken.tables:
+            tabled = None if now is None else now.tabled
+            self._buffers.say(none_of(total) if tabled is None else tabled.slots)
+        hidden = replay()
+        if now is not None and now.missed(self.rows.taken.tables):
+            now.begin_again()
+            hidden = again()
+        return hidden
+
+    def _replayed_in_pieces(self, run: Callable[[], Any]) -> Any:
+        """A pass whose graphs are those between attention ops; the ops' own taps are alive."""
+        now = self.host.now
+        if now is None:
+            return run()
+
+        def replay() -> Any:
+            with self.rows.taking(), now.in_graphs():
+                return run()
+
+        return self._replayed(replay, lambda: _graphless(run), now.total)
 
     def _launch(self, site: int, x: Tensor, residual: Tensor | None) -> None:
         """What a site of the tables does in a graph."""
@@ -196,13 +213,14 @@ class WorkerEngine(Served):
         forward, compute_logits = self.loaded.forward, self.compute_logits
 
         def watched(*args: Any, **kwargs: Any) -> Any:
+            run = functools.partial(forward, *args, **kwargs)
             if self._fed:
-                self._settle_fed(lambda: forward(*args, **kwargs))
+                self._settle_fed(run)
             if not self._real or self.host.now is not None or NOW.get() is not None:
-                return forward(*args, **kwargs)  # a warm-up, or a pass that is watched, or captured, already
+                return run()  # a warm-up, or a pass that is watched, or captured, already
             given = next(each for each in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if each is not None)
             with self.host.watching(self.rows.rows(), given.shape[0]), self._gates.put_up(self.rows.uncompiled):
-                hidden = forward(*args, **kwargs)
+                hidden = self._replayed_in_pieces(run) if self.rows.in_pieces else run()
                 self.host.final_norm(hidden)
             return hidden
 
@@ -302,6 +320,17 @@ class WorkerEngine(Served):
 
     def close(self) -> None:
         raise TracingError("A block cannot close its model.")
+
+
+def _graphless(run: Callable[[], Any]) -> Any:
+    """The same pass, in its forward context, without CUDA graphs."""
+    context = foreign("vllm.forward_context", "get_forward_context")()
+    held, none = context.cudagraph_runtime_mode, foreign("vllm.config", "CUDAGraphMode").NONE
+    context.cudagraph_runtime_mode = none
+    try:
+        return run()
+    finally:
+        context.cudagraph_runtime_mode = held
 
 
 def _uncompiled(run: Callable[[], object]) -> Callable[[], object]:

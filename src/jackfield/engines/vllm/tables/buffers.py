@@ -204,13 +204,17 @@ class TablePass:
         self._whole: dict[torch.dtype, Tensor] | None = None
         self._gathered: dict[int, Gathered] = {}
         self._picks: dict[tuple[Any, ...], _Picked] = {}
+        self.in_graphs = False  # whether other taps of the pass are in CUDA graphs
         self._keeps = any(each.request.program.form.keepers for each in owned)
 
-    # -- an eager pass
+    # -- taps that are alive
 
     def tap(self, site: int, x: Tensor, residual: Tensor | None) -> None:
         """What passes at a tap: done to at once."""
         if site not in self._numbers:
+            return
+        if self.in_graphs:  # this tap is in none of them, and what they keep is kept beside it
+            self._buffers.launch_static(site, x, residual)
             return
         x, residual = flat(x, self.total), None if residual is None else flat(residual, self.total)
         tables, buffers = self._tables, self._buffers
