@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,16 +71,13 @@ def stream(m: jf.Model, t: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ends", ["closed", "dropped", "not armed", "a folder of nothing"])
-def test_an_engine_goes_on_when_one_beside_it_ends(first: jf.Model, tmp_path: Path, ends: str) -> None:
+@pytest.mark.parametrize("ends", ["closed", "dropped", "not armed"])
+def test_an_engine_goes_on_when_one_beside_it_ends(first: jf.Model, ends: str) -> None:
     """Kills: shutting an engine down beside another, whose groups vLLM then takes down."""
     before = first.run(PROMPT, stream, max_tokens=3)
     if ends == "not armed":
         with pytest.raises(jf.UnknownValue, match="no layer 99"):
             tiny.llama(num_gpu_blocks_override=40, arm="layers.99.layer_output")
-    elif ends == "a folder of nothing":
-        with pytest.raises(jf.EngineError):
-            tiny.start_folder(tmp_path)
     else:
         second = tiny.llama(num_gpu_blocks_override=40)
         assert second.run(PROMPT, max_tokens=3).token_ids == before.token_ids

@@ -271,10 +271,11 @@ def load_tokenizer(source: object, where: Mapping[str, Any]) -> PreTrainedTokeni
 
 def _hasload_tokenizer(name: str, where: Mapping[str, Any]) -> bool:
     options = {option: value for option, value in where.items() if option not in ("gguf_file", "trust_remote_code")}
-    return "gguf_file" in where or any(_has_file(name, file, options) for file in TOKENIZER_FILES)
+    return "gguf_file" in where or any(has_file(name, file, options) for file in TOKENIZER_FILES)
 
 
-def _has_file(name: str, file: str, options: Mapping[str, Any]) -> bool:
+def has_file(name: str, file: str, options: Mapping[str, Any]) -> bool:
+    """Whether a folder, or the repository of that name, has such a file; `options` say where, as WHERE has them."""
     try:
         return cached_file(name, file, **options) is not None
     except OSError:
