@@ -12,7 +12,7 @@
     │   └── EditMismatch          an edit of the wrong shape or dtype, giving both
     ├── UnresolvedExpression      an expression in a module's source that has no value here (also a ValueError)
     ├── EngineError
-    │   ├── UnknownModel          nothing loads under that name
+    │   ├── UnknownModel          nothing loads under that name, or a file of weights is broken
     │   ├── UnsupportedModel      it loads, but cannot be served right
     │   ├── UnsupportedVersion    a library outside the versions that were tried
     │   ├── InvalidRequest        a prompt or sampling argument that is not one          (also a ValueError)

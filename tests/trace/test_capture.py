@@ -164,6 +164,49 @@ def test_saves_and_changes_that_would_be_lost_are_refused_in_functions() -> None
             Block.from_function(function)
 
 
+def test_a_function_in_a_block_assigns_what_is_the_blocks_own_alone() -> None:
+    count = 0
+
+    def counts(model: Any, t: Any) -> None:
+        def add() -> None:
+            nonlocal count
+            count += 1
+
+        add()
+
+    def declares(model: Any, t: Any) -> None:
+        def assign() -> None:
+            global assigned
+            assigned = 1
+
+        assign()
+
+    def own(model: Any, t: Any) -> int:
+        number = count
+
+        def add() -> None:
+            nonlocal number
+            number += 1
+
+        def other() -> int:
+            count = 5
+
+            def add() -> None:
+                nonlocal count
+                count += 1
+
+            add()
+            return count
+
+        add()
+        return number + other()
+
+    for function, message in ((counts, "assigns 'count'"), (declares, "assigns 'assigned'")):
+        with pytest.raises(UnboundSave, match=message):
+            Block.from_function(function)
+    assert run(Block.from_function(own))[1] == 7
+
+
 def test_each_binding_starts_afresh() -> None:
     rows: list[int] = []
 

@@ -51,6 +51,16 @@ REFUSED = {
         "`nonlocal`",
         5,
     ),
+    "nonlocal further in": (
+        "def f():\n  x = 1\n  with Trace() as t:\n    def g():\n      nonlocal x\n      x = 2\n  return x\nf()",
+        "a `nonlocal` of a variable",
+        5,
+    ),
+    "nonlocal in a class": (
+        "def f():\n  x = 1\n  with Trace() as t:\n    class A:\n      nonlocal x\n      x = 2\n  return x\nf()",
+        "a `nonlocal` of a variable",
+        5,
+    ),
     "super": ("class A:\n  def f(self):\n    with Trace():\n      x = super().f\nA().f()", r"`super\(\)`", 4),
     "import star": ("with Trace() as t:\n  from math import *", r"`import \*`", 2),
     "not the last item": ("with Trace() as t, open(name) as f:\n  x = 1", "put it last", 1),

@@ -105,7 +105,7 @@ class BlockModes:
         self._alike: _State | None = None  # the same of both sides, with nothing to hand over
         self._engine_autocast: _Autocast | None = None
         self._engine_dispatch: Sequence[TorchDispatchMode] = ()
-        self._guard: torch.inference_mode | None = None
+        self._inference: bool | None = None  # None: as its engine has it
 
     def enter(self) -> None:
         """The block runs on."""
@@ -123,9 +123,8 @@ class BlockModes:
         self._engine, self._alike = engine, None
         self._engine_dispatch = _get_current_dispatch_mode_stack() if engine[4] else ()
         self._enter_autocast(engine[2])
-        if self._guard is not None:
-            self._guard.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
-            self._guard = None
+        if self._inference is not None:
+            _set_inference(self._inference)
         if self._dtype is not None and self._dtype is not engine[6]:
             set_default_dtype(self._dtype)
         self._stacks.put_back()
@@ -160,9 +159,9 @@ class BlockModes:
         self._alike = own if own == engine and not own[2] and self._engine_autocast is None else None
         if self._autocast is not None or self._engine_autocast is not None:
             _change_autocast(_autocast(), self._engine_autocast or self._off)
-        if is_inference_mode_enabled() != engine[1]:
-            self._guard = torch.inference_mode(engine[1])
-            self._guard.__enter__()
+        self._inference = None if own[1] == engine[1] else own[1]
+        if self._inference is not None:
+            _set_inference(engine[1])
         if is_grad_enabled() != engine[0]:
             _set_grad_enabled(engine[0])
         if own[6] is not engine[6]:
@@ -231,11 +230,24 @@ def modes_restored() -> Generator[None]:
         yield
     finally:
         _Stacks().take(before[3], dispatch, before[5])
-        if torch.is_inference_mode_enabled() != before[1]:
-            torch.inference_mode(before[1]).__enter__()
+        if is_inference_mode_enabled() != before[1]:
+            _set_inference(before[1])
         _set_autocast(autocast)
         torch.set_grad_enabled(before[0])
         set_default_dtype(before[6])
+
+
+def _set_inference(enabled: bool) -> None:
+    """Inference mode on or off for good.
+
+    Torch has it as a guard alone, which puts back what was before as soon as nobody has it any more. The second of two
+    puts back what the first has set.
+    """
+    first, second = torch.inference_mode(enabled), torch.inference_mode(enabled)
+    for guard in (first, second):
+        guard.__enter__()
+    for guard in (first, second):
+        guard.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
 
 
 @contextmanager

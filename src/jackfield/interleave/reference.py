@@ -1,13 +1,27 @@
 """What a block's copy of its outside names leaves as it is."""
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NoReturn, SupportsIndex, cast
+
+from jackfield.errors import EngineError
 
 
 class Reference:
     """A part of a model. Blocks get copies of the names they use from outside; a Reference stays itself."""
 
     __slots__ = ()
+
+
+class Bound(Reference):
+    """A reference to what an engine has. EngineError for whoever copies or pickles it: that would be half an engine."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise EngineError(
+            f"{self!r} cannot be copied or pickled: it belongs to an engine that is loaded here. For a second model "
+            "make another jackfield.Model; out of what you copy, leave it."
+        )
 
 
 class Shared(Reference):

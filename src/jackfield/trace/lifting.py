@@ -65,7 +65,7 @@ def body_text(found: With, tracers: frozenset[str]) -> BodyText:
     target = refusals.header(found)
     statements = [own_copy(statement, found.place) for statement in found.node.body]
     refusals.walk(statements)
-    written = statements_code(statements, "block", (), found.place)
+    written = refusals.compiled(statements, found.place)
     scope = Scope()
     scope.walk(statements)
     saves = Saves(found.place.filename, tracers | _one(target))
@@ -127,6 +127,14 @@ class _Refusals(ast.NodeVisitor):
         """Raises NoSource for the first statement that cannot be lifted."""
         for statement in statements:
             self.visit(statement)
+
+    def compiled(self, statements: Iterable[ast.stmt], place: Place) -> CodeType:
+        """Their code. Raises NoSource for an inner function's `nonlocal` whose variable is none of the block's."""
+        try:
+            return statements_code(statements, "block", (), place)
+        except SyntaxError as error:  # all the rest compiles by itself as it did where it was written
+            reason = "it contains a `nonlocal` of a variable that belongs to the code around it"
+            raise no_source(self._filename, error.lineno, reason) from None
 
     def visit(self, node: ast.AST) -> None:
         outside = self._outside(node)

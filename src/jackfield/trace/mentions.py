@@ -26,13 +26,19 @@ def global_names(code: CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def assigned_outside(code: CodeType) -> frozenset[str]:
-    """The outer variables and globals that `code` itself assigns, by `nonlocal` and `global`."""
-    stores = (
-        i
-        for i in dis.get_instructions(code)
-        if i.opname in ("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL", "DELETE_DEREF")
-    )
-    return frozenset(i.argval for i in stores if "GLOBAL" in i.opname or i.argval in code.co_freevars)
+    """The outer variables and globals that `code`, inner functions included, assigns by `nonlocal` and `global`."""
+    return frozenset(_assigned(code, frozenset(code.co_freevars)))
+
+
+def _assigned(code: CodeType, outer: frozenset[str]) -> Iterator[str]:
+    """Globals, and those of `outer`, that are assigned in `code`, for which they are free variables."""
+    for instruction in dis.get_instructions(code):
+        is_outer = instruction.opname in ("STORE_DEREF", "DELETE_DEREF") and instruction.argval in outer
+        if is_outer or instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _assigned(constant, outer.intersection(constant.co_freevars))
 
 
 def words(code: CodeType, outside: Iterable[Any]) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import cast, overload
 
-from jackfield.interleave.reference import Reference
+from jackfield.interleave.reference import Bound
 from jackfield.values.anatomy import Anatomy
 from jackfield.values.attention import Attention, AttentionValues
 from jackfield.values.mlp import Mlp, MlpValues
@@ -55,7 +55,7 @@ class Layer(LayerValues, AttentionValues, MlpValues, Module):
         return self._layer
 
 
-class Layers(Reference):
+class Layers(Bound):
     """The decoder blocks, in order: a length, iteration, an index, slices."""
 
     __slots__ = ("_count", "_server")

@@ -7,7 +7,7 @@ from typing import Any, Protocol, SupportsIndex, cast, runtime_checkable
 from torch import Tensor, nn
 
 from jackfield.errors import EditMismatch, TracingError, UnknownValue
-from jackfield.interleave.reference import Reference
+from jackfield.interleave.reference import Bound
 from jackfield.interleave.worker import Channel, Selection, Worker
 from jackfield.values.anatomy import AttentionAnatomy
 from jackfield.values.synonyms import suggestion
@@ -33,7 +33,7 @@ class Server(Protocol):
     def support(self, layer: int | None) -> Mapping[str, str | None]: ...
 
 
-class Part(Reference):
+class Part(Bound):
     """Base of the model, its layers, their attention and MLP, and raw modules."""
 
     __slots__ = ("_call", "_layer", "_path", "_server")

@@ -299,6 +299,40 @@ def test_a_graph_survives_the_next_step() -> None:
     assert model.layers[0].attention.wk.weight.grad.abs().sum() > 0
 
 
+def test_a_prompt_from_the_start_is_a_graph_of_its_own() -> None:
+    """Kills: an empty part of the last prompt's rows, by which its graph is a part of the next one's."""
+    model, ids, found = tiny().requires_grad_(True), tokens(), list[Tensor]()
+    for _ in range(3):
+        model.zero_grad()
+        model(ids).logsumexp(-1).sum().backward()
+        weight = model.layers[0].attention.wk.weight
+        assert weight.grad is not None
+        found.append(weight.grad.clone())
+    assert found[0].any()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_cache_that_is_replaced_is_the_one_that_is_attended_to(before: bool, gradients: bool) -> None:
+    def after_edit(*, replaces: bool, grad_before: bool, grad_after: bool) -> Tensor:
+        model, ids = tiny().requires_grad_(True), tokens()
+        attention = model.layers[0].attention
+        with torch.set_grad_enabled(grad_before):
+            model(ids[:, :5])
+        if replaces:
+            attention.cache_k = attention.cache_k.clone()
+            attention.cache_v = attention.cache_v.clone()
+            attention.cache_k[:, 2], attention.cache_v[:, 3] = 0.5, -9.0
+        with torch.set_grad_enabled(grad_after):
+            return model(ids[:, 5:], 5).detach()
+
+    expected = after_edit(replaces=True, grad_before=False, grad_after=False)
+    assert row_error(after_edit(replaces=False, grad_before=False, grad_after=False), expected, "logits") > 0.01
+    assert row_error(after_edit(replaces=True, grad_before=before, grad_after=gradients), expected, "logits") < CLOSE
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_graph_is_none_of_what_is_in_the_cache_now(batch: int) -> None:
     """Kills: keys and values of an earlier request, or of a smaller batch, that the graph has kept."""

@@ -1,10 +1,12 @@
 """Models and tokenizers by name, folder or hand, and what is refused before it computes something else."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import jackfield as jf
@@ -113,6 +115,70 @@ def test_a_folder_without_weights_is_unknown(tmp_path: Path) -> None:
     zoo.config("llama").save_pretrained(tmp_path)
     with pytest.raises(UnknownModel, match="weights cannot be read"):
         load(tmp_path, device="cpu")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def misshape(path: Path) -> None:
+    weights = load_file(path)
+    save_file(weights | {"model.norm.weight": torch.ones(3)}, path, {"format": "pt"})
+
+
+def pickle_and_cut(path: Path) -> None:
+    torch.save(load_file(path), path.with_name("pytorch_model.bin"))
+    path.unlink()
+    cut(path.with_name("pytorch_model.bin"))
+
+
+def no_bytes(path: Path) -> None:
+    path.unlink()
+    path.with_name("pytorch_model.bin").touch()
+
+
+@pytest.mark.parametrize("engine", ["transformers", "llama"])
+def test_a_cut_file_of_weights_cannot_be_read(tmp_path: Path, engine: str) -> None:
+    cut(saved(zoo.build("llama"), tmp_path) / "model.safetensors")
+    with pytest.raises(UnknownModel, match=r"cannot be read: .*[Ii]ncomplete"):
+        jf.Model(tmp_path, engine=engine)
+
+
+@pytest.mark.parametrize("broken", [pickle_and_cut, no_bytes])
+def test_a_broken_pickle_of_weights_cannot_be_read(tmp_path: Path, broken: Callable[[Path], None]) -> None:
+    broken(saved(zoo.build("llama"), tmp_path) / "model.safetensors")
+    with pytest.raises(UnknownModel, match=r"its weights cannot be read: pytorch_model\.bin is broken: \S"):
+        load(tmp_path, device="cpu")
+
+
+def test_an_index_that_is_no_json_cannot_be_read(tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    cut(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(UnknownModel, match=r"cannot be read: model\.safetensors\.index\.json is broken"):
+        load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("engine", ["transformers", "llama"])
+def test_a_misshaped_weight_is_named_with_both_shapes(tmp_path: Path, engine: str) -> None:
+    misshape(saved(zoo.build("llama"), tmp_path) / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"model\.norm\.weight is .*\(3,\).*\(64,\)"):
+        jf.Model(tmp_path, engine=engine)
+
+
+def test_misshaped_weights_may_be_asked_for(tmp_path: Path) -> None:
+    misshape(saved(zoo.build("llama"), tmp_path) / "model.safetensors")
+    model, _ = load(tmp_path, device="cpu", ignore_mismatched_sizes=True)
+    assert model.get_parameter("model.norm.weight").shape == (64,)
+    with pytest.raises(UnsupportedModel, match="transformers cannot load it"):
+        load(tmp_path, device="cpu", ignore_mismatched_sizes=False)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "llama"])
+def test_a_configuration_that_is_no_json(tmp_path: Path, engine: str) -> None:
+    cut(saved(zoo.build("llama"), tmp_path) / "config.json")
+    with pytest.raises(UnsupportedModel, match=r"cannot read its configuration: .*not a valid JSON file"):
+        jf.Model(tmp_path, engine=engine)
 
 
 @pytest.mark.parametrize("engine", ["transformers", "llama"])

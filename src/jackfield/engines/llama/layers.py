@@ -158,7 +158,7 @@ class Attention(Tapped):
         shape = (args.max_batch_size, args.max_seq_len, self.n_local_kv_heads, self.head_dim)
         self.cache_k: Tensor = nn.Buffer(torch.zeros(shape), persistent=False)
         self.cache_v: Tensor = nn.Buffer(torch.zeros(shape), persistent=False)
-        self.graph: dict[str, tuple[int, HeadOutputs]] = {}  # the cache at a version of it, as a graph has it
+        self.graph: dict[str, tuple[Tensor, int, HeadOutputs]] = {}  # a cache, at a version of it, as a graph has it
 
     def forward(self, x: Stream, start_pos: int, freqs_cis: Frequencies, mask: Mask) -> Stream:
         """What attention adds to the stream. RequestTooLong, InvalidRequest: the cache has no room for it."""
@@ -196,15 +196,17 @@ class Attention(Tapped):
             raise RequestTooLong(f"{end} tokens do not fit the cache: max_seq_len is {cache.shape[1]}.")
         if batch > cache.shape[0]:
             raise InvalidRequest(f"{batch} requests do not fit the cache: max_batch_size is {cache.shape[0]}.")
-        version, past = self.graph.pop(name, (None, cache))
-        if version is not None and (version != cache._version or len(past) < batch):
-            past = cache  # which somebody has written since
+        written, version, past = self.graph.pop(name, (cache, cache._version, cache))
+        if written is not cache or version != cache._version or len(past) < batch:
+            past = cache  # which somebody has put there, or written, since
         cache[:batch, start_pos:end] = rows.detach()
         if not rows.requires_grad:
             return cache[:batch, :end]
         # The cache is written in place, which a graph would not survive: the graph gets the rows themselves.
-        self.graph[name] = cache._version, torch.cat([past[:batch, :start_pos], rows], 1)
-        return self.graph[name][1]
+        # A prompt from the start is a graph of its own: of one before it, not even an empty part may be in it.
+        rows = torch.cat([past[:batch, :start_pos], rows], 1) if start_pos else rows.clone()
+        self.graph[name] = cache, cache._version, rows
+        return rows
 
     def _attend(self, queries: HeadOutputs, keys: HeadOutputs, values: HeadOutputs, mask: Mask) -> HeadOutputs:
         """The head outputs: out of the fused operation, and again in the open for rows whose pattern was edited.

@@ -4,11 +4,12 @@ A model that would load and then compute something else is refused: heads that t
 would be random), models that read in both directions, encoder-decoders. transformers' own exceptions end here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,7 +24,8 @@ from transformers.utils.hub import cached_file  # pyright: ignore[reportUnknownV
 
 from jackfield.engines.request import Limits
 from jackfield.engines.transformers.progress_bars import late_progress_bars
-from jackfield.errors import InvalidRequest, UnknownModel, UnsupportedModel, near
+from jackfield.engines.weight_files import unreadable
+from jackfield.errors import EngineError, InvalidRequest, UnknownModel, UnsupportedModel, near
 
 Loaded: TypeAlias = tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
 
@@ -155,11 +157,11 @@ def _config(name: str, where: Mapping[str, Any]) -> PretrainedConfig:
         raise UnknownModel(f"{name!r}: that folder holds no model: there is no config.json in it.")
     try:
         return cast("PretrainedConfig", AutoConfig.from_pretrained(name, **where))
-    except OSError as error:
-        raise UnknownModel(
-            f"{name!r}: there is no such folder here, and as a hub name: {_first_line(error)}"
-        ) from error
     except Exception as error:  # each version checks it with errors of its own
+        if isinstance(error, OSError) and not folder.is_dir():
+            raise UnknownModel(
+                f"{name!r}: there is no such folder here, and as a hub name: {_first_line(error)}"
+            ) from error
         raise UnsupportedModel(f"{name!r}: transformers cannot read its configuration: {_first_line(error)}") from error
 
 
@@ -204,24 +206,44 @@ def _check_direction(name: str, model: PreTrainedModel) -> None:
 def _weights(
     name: str, config: PretrainedConfig, dtype: torch.dtype | str, options: Mapping[str, Any]
 ) -> PreTrainedModel:
+    settings = {"ignore_mismatched_sizes": True, **options}  # which are refused here, by name and shapes
     try:
         # from_pretrained's result is annotated without output_loading_info's second part.
         with late_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name, config=config, dtype=dtype, output_loading_info=True, **options
+                name, config=config, dtype=dtype, output_loading_info=True, **settings
             )
-    except OSError as error:
-        raise UnknownModel(f"{name!r}: its weights cannot be read: {_first_line(error)}") from error
-    except (ValueError, KeyError, ImportError, TypeError) as error:
-        raise UnsupportedModel(f"{name!r}: transformers cannot load it: {_first_line(error)}") from error
-    model, info = cast("tuple[PreTrainedModel, dict[str, set[str]]]", loaded)
-    missing = sorted(info["missing_keys"])
-    if missing:
-        listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    except Exception as error:  # each format has errors of its own
+        raise _not_loaded(name, Path(name, options.get("subfolder", "")), error) from error
+    model, info = cast("tuple[PreTrainedModel, dict[str, set[Any]]]", loaded)
+    if missing := sorted(info["missing_keys"]):
         raise UnsupportedModel(
-            f"{name!r}: the checkpoint lacks {listed}, which would be random. Is it a language model?"
+            f"{name!r}: the checkpoint lacks {_listed(missing)}, which would be random. Is it a language model?"
         )
+    if not options.get("ignore_mismatched_sizes"):
+        _check_shapes(name, info["mismatched_keys"])
     return model
+
+
+def _not_loaded(name: str, folder: Path, error: Exception) -> EngineError:
+    broken = None
+    if isinstance(error, OSError | SafetensorError):
+        broken = _first_line(error)
+    elif folder.is_dir():
+        broken = unreadable(folder)
+    if broken is not None:
+        return UnknownModel(f"{name!r}: its weights cannot be read: {broken}")
+    return UnsupportedModel(f"{name!r}: transformers cannot load it: {_first_line(error)}")
+
+
+def _check_shapes(name: str, mismatched: Iterable[tuple[str, Iterable[int], Iterable[int]]]) -> None:
+    misfits = [f"{key} is {tuple(has)} and not {tuple(wants)}" for key, has, wants in sorted(mismatched)]
+    if misfits:
+        raise UnsupportedModel(f"{name!r}: weights do not have the shapes of its configuration: {_listed(misfits)}.")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def load_tokenizer(source: object, where: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
@@ -249,10 +271,11 @@ def load_tokenizer(source: object, where: Mapping[str, Any]) -> PreTrainedTokeni
 
 def _hasload_tokenizer(name: str, where: Mapping[str, Any]) -> bool:
     options = {option: value for option, value in where.items() if option not in ("gguf_file", "trust_remote_code")}
-    return "gguf_file" in where or any(_has_file(name, file, options) for file in TOKENIZER_FILES)
+    return "gguf_file" in where or any(has_file(name, file, options) for file in TOKENIZER_FILES)
 
 
-def _has_file(name: str, file: str, options: Mapping[str, Any]) -> bool:
+def has_file(name: str, file: str, options: Mapping[str, Any]) -> bool:
+    """Whether a folder, or the repository of that name, has such a file; `options` say where, as WHERE has them."""
     try:
         return cached_file(name, file, **options) is not None
     except OSError:

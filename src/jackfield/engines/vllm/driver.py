@@ -4,6 +4,7 @@ Samples of all callers stand in one continuous batch: whoever waits, waits for a
 lands inside a step, and blocks that run in this process stay on one thread, as greenlets must.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jackfield.engines.vllm.companion import Fate
+from jackfield.engines.vllm.residents import residents
 from jackfield.errors import EngineDied, InvalidRequest
 
 T = TypeVar("T")
@@ -51,6 +53,9 @@ class Driver:
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
+        residents().settle(self.llm)
+        self._leave = weakref.finalize(self, residents().leave, self.llm)  # also where nobody closes it
+        self._leave.atexit = False  # vLLM sees to the end of the process
 
     def do(self, call: Callable[..., T], *args: Any) -> T:
         """`call(*args)` on the thread, between two steps; EngineDied once it is closed."""
@@ -132,7 +137,11 @@ class Driver:
 
     def _abandon(self, samples: Sequence[Sample]) -> None:
         names = [sample.name for sample in samples if self._waiting.pop(sample.name, None) is not None]
-        if names and self._died is None:
+        if self._died is None:
+            self._drop(names)
+
+    def _drop(self, names: list[str]) -> None:
+        if names:
             self.llm.llm_engine.abort_request(names)
             self.llm.collective_rpc("jackfield_drop", args=(names,))
 
@@ -143,9 +152,13 @@ class Driver:
             future.set_exception(_death(error))
 
     def _close(self) -> None:
-        llm, self.llm = self.llm, None
+        waiting = [sample for sample, _ in self._waiting.values()]
+        is_alive = self._died is None
         self._die(EngineDied("it was closed"))
-        llm.llm_engine.engine_core.shutdown()
+        if is_alive:
+            self._drop([sample.name for sample in waiting])
+        self.llm = None
+        self._leave()
 
 
 def _death(error: BaseException) -> EngineDied:

@@ -5,9 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from jackfield.engines.transformers.loading import parse_dtype
 from jackfield.engines.vllm.foreign import foreign
+from jackfield.engines.vllm.refusals import refusal
 from jackfield.engines.vllm.versions import check_version
-from jackfield.errors import InvalidRequest, UnknownModel, UnsupportedModel
+from jackfield.errors import InvalidRequest, JackfieldError, UnknownModel
 
 OURS: Final = ("worker_cls", "scheduler_cls")
 
@@ -16,7 +18,7 @@ def start(model: Any, *, dtype: Any, device: Any, family: Any, options: Mapping[
     """A `vllm.LLM`.
 
     MissingExtra without vLLM, UnsupportedVersion, UnknownModel, UnsupportedModel for what vLLM cannot run,
-    InvalidRequest for an option that jackfield sets itself or vLLM does not know.
+    InvalidRequest for an option that jackfield sets itself or vLLM does not take.
     """
     check_version()
     if not isinstance(model, str | Path):
@@ -26,19 +28,20 @@ def start(model: Any, *, dtype: Any, device: Any, family: Any, options: Mapping[
     for name in OURS:
         if name in options:
             raise InvalidRequest(f"{name} is set by jackfield.")
+    asked = str(parse_dtype(dtype)).removeprefix("torch.")
     try:
         with _groups_taken_down():
             return foreign("vllm", "LLM")(
                 str(model),
-                dtype="auto" if dtype is None else str(dtype).removeprefix("torch."),
+                dtype=asked,
                 worker_cls="jackfield.vllm_worker.Worker",
                 scheduler_cls="jackfield.engines.vllm.scheduler.scheduler",
                 **{"max_logprobs": -1, **options},  # any number of them, as on the other engines
             )
-    except TypeError as error:
-        raise InvalidRequest(f"vLLM does not take these options: {error}") from error
-    except (ValueError, OSError) as error:
-        raise UnsupportedModel(f"vLLM could not load {model}: {error}") from error
+    except JackfieldError:  # of the worker
+        raise
+    except Exception as error:
+        raise refusal(str(model), {"dtype": asked, **options}, error) from error
 
 
 @contextmanager
