@@ -136,7 +136,7 @@ class Worker:
         self._held: list[AnyHeld] = []
         self._past: list[AnyHeld] = []  # what the block has moved past
         self._shown: dict[str, tuple[Tensor, int]] = {}  # in this step, each with the version that it was given with
-        self._many = MANY  # of them, after which those that nobody has any more are forgotten
+        self._many = MANY  # of them, after which they are looked at
         self._modes = BlockModes()
         self._engine: greenlet.greenlet | None = None
         self._greenlet = _BlockGreenlet(self._run)
@@ -206,7 +206,8 @@ class Worker:
         try:
             self.returned = self.body()
             self.move_on()
-            self._check_past()
+            self._check_shown()
+            self._look_back()
             self.finalize()
         except greenlet.GreenletExit:  # `kill` ended it: nobody asks what became of it
             pass
@@ -286,17 +287,14 @@ class Worker:
     def reach_step(self, step: int) -> bool:
         """Waits until `step` begins; False when the request ends before."""
         self.move_on()
-        self._check_past()
+        self._check_shown()
         now = self.interleaver.step
         if step < now:
             raise OutOfOrder(f"Step {step} was asked for in step {now}: steps come in order, once.")
         if step == now:
-            self._forget_past()
             return True
         self.step = step
-        is_there = bool(self._wait(None, f"step {step}"))
-        self._forget_past()  # not before: while its step goes on, an engine may have copies too
-        return is_there
+        return bool(self._wait(None, f"step {step}"))
 
     def await_step(self) -> None:
         """Waits until the block's step has begun, without leaving the site it stands at."""
@@ -318,7 +316,7 @@ class Worker:
         self._held = []
         self.passing = None
         if len(self._past) > self._many:
-            self._forget_past()
+            self._look_back()
 
     def _wait(self, slot: Slot | None, wanted: str) -> Any:
         self._modes.check()
@@ -385,11 +383,18 @@ class Worker:
         self._put(channel, held.selection, held.value)
         held.settled()
 
-    def _check_past(self) -> None:
+    def _check_shown(self) -> None:
         shown, self._shown = self._shown, {}
         for name, (tensor, version) in shown.items():
             if tensor._version != version:
                 raise EditMismatch(READ_ONLY.format(name=name))
+
+    def _look_back(self) -> None:
+        """Refuses a change of what the block has moved past, and forgets the copies that nobody has any more.
+
+        At the block's end, and when as many have come again as were kept the last time: each is looked at a few times,
+        however many steps there are.
+        """
         for past in self._past:
             if past.changed:
                 self._past, name = [], past.channel.name
@@ -397,12 +402,8 @@ class Worker:
                     f"{name} of step {past.step} was changed in place after the block had moved past it, so the change "
                     "could not reach the model. Change it before the next read, or `.clone()` it for scratch."
                 )
-
-    def _forget_past(self) -> None:
-        """Lets go of the copies that nobody has any more, and that are as they were."""
-        if self._past:
-            self._past = [past for past in self._past if past.anywhere or past.changed]
-            self._many = 2 * len(self._past) + MANY
+        self._past = [past for past in self._past if past.anywhere]
+        self._many = 2 * len(self._past) + MANY
 
     def _too_late(self, name: str) -> str:
         stood = self.slot is not None and self.waiting_step <= self.interleaver.step
