@@ -9,8 +9,8 @@ too late is found.
 import contextvars
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -138,7 +138,6 @@ class Worker:
         self._shown: dict[str, tuple[Tensor, int]] = {}  # in this step, each with the version that it was given with
         self._many = MANY  # of them, after which they are looked at
         self._modes = BlockModes()
-        self._engine: greenlet.greenlet | None = None
         self._greenlet = _BlockGreenlet(self._run)
         self._greenlet.worker = self
         self._greenlet.gr_context = contextvars.copy_context()
@@ -161,28 +160,24 @@ class Worker:
     # -- the engine's side
 
     def resume(self, message: Any) -> None:
-        """Runs the block until it waits again."""
-        engine = greenlet.getcurrent()
-        if engine is not self._engine:  # the block goes back to whoever runs it on
-            self._engine = self._greenlet.parent = engine
-        self._modes.enter()
+        """Runs the block until it waits again, or has ended. Raises what interrupted it."""
+        self._greenlet.parent = greenlet.getcurrent()  # the block goes back to whoever runs it on
         try:
             self._greenlet.switch(message)
         finally:
-            self._modes.leave()
+            if self.interrupt is not None:
+                raise self._interrupt_taken()
 
     def throw(self, error: BaseException) -> None:
-        """Raises `error` in the block, where it waits."""
-        engine = greenlet.getcurrent()
-        if engine is not self._engine:  # the block goes back to whoever runs it on
-            self._engine = self._greenlet.parent = engine
-        self._modes.enter()
+        """Raises `error` in the block, where it waits, and runs it until it waits again."""
+        self._greenlet.parent = greenlet.getcurrent()
         try:
             self._greenlet.throw(error)
         finally:
-            self._modes.leave()
+            if self.interrupt is not None:
+                raise self._interrupt_taken()
 
-    def interrupt_taken(self) -> BaseException:
+    def _interrupt_taken(self) -> BaseException:
         """What interrupted the block, to be raised: its traceback leads to this worker, which does not keep it."""
         interrupt, self.interrupt = self.interrupt, None
         assert interrupt is not None
@@ -194,18 +189,20 @@ class Worker:
     def kill(self) -> None:
         """Ends a block that is still running; its `finally` clauses run."""
         if self._greenlet and not self._greenlet.dead:
+            self.done = True
             self.throw(greenlet.GreenletExit())
         self.done = True
         self._held.clear()
         self.passing = None
         vars(self._greenlet).pop("worker", None)  # the cycle that would keep this worker
-        self._engine = None
         self.body = self.finalize = lambda: None
 
     def _run(self, _: Any = None) -> None:
+        self._modes.arrive()
         try:
-            self.returned = self.body()
-            self.move_on()
+            with self._modes.own():
+                self.returned = self.body()
+            self._move_on()
             self._check_shown()
             self._look_back()
             self.finalize()
@@ -220,6 +217,7 @@ class Worker:
             self._held.clear()
             self._past.clear()
             self._shown.clear()
+            self._modes.depart()
 
     # -- the block's side
 
@@ -233,18 +231,19 @@ class Worker:
 
     def read(self, channel: Channel, selection: Selection = WHOLE) -> Any:
         """The value of `channel` in the block's step: waits for it, and hands out a private copy."""
-        self.reach(channel, selection)
-        if self._held:
-            self._settle()  # before it is known what is held: of what was changed, other copies are out of date
-            held = self._holding(channel, selection)
-            if held is not None:
-                return held.value
-        value = self._copy(channel, selection)
-        held = (Held if isinstance(value, Tensor) else HeldNest)(channel, selection, value, self.step)
-        self._held.append(held)
-        if torch.is_grad_enabled() and channel.writable and held.requires_grad:
-            self._put(channel, selection, value)  # the model goes on from the copy, so what follows depends on it
-        return value
+        with self._modes:
+            self._reach(channel, selection)
+            if self._held:
+                self._settle()  # before it is known what is held: of what was changed, other copies are out of date
+                held = self._holding(channel, selection)
+                if held is not None:
+                    return held.value
+            value = self._copy(channel, selection)
+            held = (Held if isinstance(value, Tensor) else HeldNest)(channel, selection, value, self.step)
+            self._held.append(held)
+            if torch.is_grad_enabled() and channel.writable and held.requires_grad:
+                self._put(channel, selection, value)  # the model goes on from the copy: what follows depends on it
+            return value
 
     def write(self, channel: Channel, value: Any, selection: Selection = WHOLE) -> None:
         """Puts `value` in the place of what passes at `channel`."""
@@ -255,27 +254,28 @@ class Worker:
                 f"{channel.name} was assigned a tensor of a transform of torch.func (vmap, grad), which the model "
                 "cannot go on with: assign what the transform returns."
             )
-        self.reach(channel, selection)
-        held = self._holding(channel, selection)
-        if held is not None and held.value is value:
-            return  # `x.value += y`: the edit was made in place, and is seen when the block moves on
-        self._settle()
-        channel.check(held.value if held is not None else self._copy(channel, selection), value)
-        self._put(channel, selection, self._given(value))
-        self._forget(channel.memory)
+        with self._modes:
+            self._reach(channel, selection)
+            held = self._holding(channel, selection)
+            if held is not None and held.value is value:
+                return  # `x.value += y`: the edit was made in place, and is seen when the block moves on
+            self._settle()
+            channel.check(held.value if held is not None else self._copy(channel, selection), value)
+            self._put(channel, selection, self._given(value))
+            self._forget(channel.memory)
 
     def _given(self, value: Any) -> Any:
         """What the block assigned, to be written: it may change it as soon as it runs on."""
         return value
 
-    def reach(self, channel: Channel, selection: Selection = WHOLE) -> None:
+    def _reach(self, channel: Channel, selection: Selection) -> None:
         """Waits until `channel`'s site passes in the block's step; `selection` is what is wanted of it."""
         interleaver = self.interleaver
         slot = interleaver.slot(channel.site)
         if self.passing is not None:
             if slot is self.slot and self.waiting_step == self.step:
                 return
-            self.move_on()
+            self._move_on()
         now = interleaver.step
         if self.step < now or (self.step == now and slot.passed == interleaver.clock):
             raise OutOfOrder(self._too_late(channel.name))
@@ -286,26 +286,29 @@ class Worker:
 
     def reach_step(self, step: int) -> bool:
         """Waits until `step` begins; False when the request ends before."""
-        self.move_on()
-        self._check_shown()
-        now = self.interleaver.step
-        if step < now:
-            raise OutOfOrder(f"Step {step} was asked for in step {now}: steps come in order, once.")
-        if step == now:
-            return True
-        self.step = step
-        return bool(self._wait(None, f"step {step}"))
+        with self._modes:
+            self._move_on()
+            self._check_shown()
+            now = self.interleaver.step
+            if step < now:
+                raise OutOfOrder(f"Step {step} was asked for in step {now}: steps come in order, once.")
+            if step == now:
+                return True
+            self.step = step
+            return bool(self._wait(None, f"step {step}"))
 
     def await_step(self) -> None:
         """Waits until the block's step has begun, without leaving the site it stands at."""
         if self.step > self.interleaver.step:
-            self.move_on()
-            if not self._wait(None, f"step {self.step}"):
+            with self._modes:
+                self._move_on()
+                is_there = self._wait(None, f"step {self.step}")
+            if not is_there:
                 raise NotReached(f"Step {self.step} never came: the request ended after step {self.interleaver.step}.")
         elif self.step < self.interleaver.step:
             raise OutOfOrder(self._too_late(f"step {self.step}"))
 
-    def move_on(self) -> None:
+    def _move_on(self) -> None:
         """Leaves the site the block stands at: what it changed goes back to the model."""
         if self.passing is None:
             return
@@ -319,29 +322,34 @@ class Worker:
             self._look_back()
 
     def _wait(self, slot: Slot | None, wanted: str) -> Any:
-        self._modes.check()
+        """Waits at `slot`, or for the step, until the engine runs the block on."""
+        if self.done:
+            raise greenlet.GreenletExit  # it is being ended, and asks for something in a `finally`
         self.slot, self.wanted, self.waiting_step = slot, wanted, self.step
-        assert self._engine is not None
-        return self._engine.switch()
+        if slot is not None and self.step == self.interleaver.step:
+            slot.workers.append(self)
+        engine = self._greenlet.parent
+        assert engine is not None
+        self._modes.depart()
+        try:
+            return engine.switch()
+        finally:
+            self._modes.arrive()
 
-    def aside(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def aside(self) -> Generator[None]:
         """In which what the block asks for is computed as if it had set no mode of torch's."""
-        return self._modes.aside()
+        with self._modes:
+            yield
 
     def _copy(self, channel: Channel, selection: Selection) -> Any:
-        with self.aside():
-            if not torch.is_inference_mode_enabled():
-                return channel.read(self.passing, self, selection)
-            with torch.inference_mode(False), torch.no_grad():  # a tensor born in it has no version counter
-                return channel.read(self.passing, self, selection)
+        if not torch.is_inference_mode_enabled():
+            return channel.read(self.passing, self, selection)
+        with torch.inference_mode(False), torch.no_grad():  # a tensor born in it has no version counter
+            return channel.read(self.passing, self, selection)
 
     def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
-        with self.aside():
-            if torch.is_inference_mode_enabled() or not self._modes.is_inference:
-                channel.write(self.passing, self, selection, value)
-                return
-            with torch.inference_mode():  # the block has left it, in which alone the engine's tensors can be changed
-                channel.write(self.passing, self, selection, value)
+        channel.write(self.passing, self, selection, value)
 
     def _settle(self) -> None:
         """Writes back what was changed; other copies of the same memory are then out of date, and left behind."""

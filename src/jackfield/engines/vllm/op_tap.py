@@ -80,7 +80,7 @@ class OpTap:
         for worker in workers:
             with now.guarded(worker):
                 view = self._views[worker] = self._view(now, worker, (q, k, v), cache)
-                worker.interleaver.resume(worker, view)
+                worker.resume(view)
                 if view.edited & {"k", "v"}:
                     self._put_again(now.rows_of(worker), k, v, cache)
 
@@ -105,7 +105,7 @@ class OpTap:
             workers, slot.workers = now.arrived(slot), []
             for worker in workers:
                 with now.guarded(worker):
-                    worker.interleaver.resume(worker, viewed(worker, slot))
+                    worker.resume(viewed(worker, slot))
         views, self._views = self._views, {}
         for worker, view in views.items():
             with now.guarded(worker):
