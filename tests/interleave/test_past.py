@@ -43,7 +43,7 @@ def keeping(steps: int, *, change: int | None = None, size: int = 4) -> Worker:
     interleaver.start()
     for step in range(steps):
         interleaver.begin(step)
-        interleaver.meet(interleaver.slot(channel.site), torch.ones(size))
+        interleaver.meet(interleaver.slots[channel.site], torch.ones(size))
         interleaver.end()
     interleaver.begin(steps)
     return worker
@@ -94,7 +94,7 @@ def test_copies_that_nobody_has_are_let_go() -> None:
     interleaver.start()
     for step in range(200):
         interleaver.begin(step)
-        interleaver.meet(interleaver.slot(channel.site), torch.ones(4))
+        interleaver.meet(interleaver.slots[channel.site], torch.ones(4))
         interleaver.end()
     assert worker.error is None
     assert len(alive) == 200

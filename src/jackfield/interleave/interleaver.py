@@ -10,8 +10,7 @@ from typing import Any
 from greenlet import getcurrent
 
 from jackfield.errors import NotReached, OutOfOrder
-from jackfield.interleave.site import Site
-from jackfield.interleave.worker import Slot, Worker
+from jackfield.interleave.worker import Slot, Slots, Worker
 
 
 class Interleaver:
@@ -22,23 +21,16 @@ class Interleaver:
     """
 
     def __init__(
-        self, workers: Iterable[Worker], open_slot: Callable[[Slot], None], slots: dict[Site, Slot] | None = None
+        self, workers: Iterable[Worker], open_slot: Callable[[Slot], None], slots: Slots | None = None
     ) -> None:
         self.step = -1
         self.clock = -1  # of the forward pass that is going on; Slot.passed holds the one in which a site went by
         self.home = getcurrent()  # where the engine runs; blocks, and other threads, are elsewhere
         self._open_slot = open_slot
         self.workers = tuple(workers)
-        self._slots: dict[Site, Slot] = {} if slots is None else slots
+        self.slots = Slots() if slots is None else slots
         for worker in self.workers:
             worker.interleaver = self
-
-    def slot(self, site: Site) -> Slot:
-        """The one Slot of a site."""
-        slot = self._slots.get(site)
-        if slot is None:
-            slot = self._slots[site] = Slot(site)
-        return slot
 
     def open(self, slot: Slot) -> None:
         """Has the engine look at a site from now on, since a block waits there."""
@@ -107,4 +99,4 @@ class Interleaver:
             worker.kill()
             vars(worker).pop("interleaver", None)
         self.workers = ()
-        self._slots = {}
+        self.slots = Slots()

@@ -47,6 +47,14 @@ class Slot:
         self.passed = -1
 
 
+class Slots(dict[Site, Slot]):
+    """The one Slot of each site, made when it is first asked for."""
+
+    def __missing__(self, site: Site) -> Slot:
+        slot = self[site] = Slot(site)
+        return slot
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Rows and heads of a value; None is all of them."""
@@ -271,7 +279,7 @@ class Worker:
     def _reach(self, channel: Channel, selection: Selection) -> None:
         """Waits until `channel`'s site passes in the block's step; `selection` is what is wanted of it."""
         interleaver = self.interleaver
-        slot = interleaver.slot(channel.site)
+        slot = interleaver.slots[channel.site]
         if self.passing is not None:
             if slot is self.slot and self.waiting_step == self.step:
                 return

@@ -16,7 +16,7 @@ from jackfield.engines.vllm.traced_worker import TracedWorker
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Slot
+from jackfield.interleave.worker import Slots
 from jackfield.interventions.block import InterventionBlock
 from jackfield.trace.capture import Block
 from jackfield.trace.tracer import Tracer
@@ -79,9 +79,7 @@ class Companion:
     per position, and what it edited is in these, since nothing else of an earlier position reaches a later one.
     """
 
-    def __init__(
-        self, shipment: Shipment, engine: Any, model: Any, slots: dict[Site, Slot], alike: Alike | None
-    ) -> None:
+    def __init__(self, shipment: Shipment, engine: Any, model: Any, slots: Slots, alike: Alike | None) -> None:
         device: torch.device = engine.facts.device
         self.name = shipment.name
         self.prompt_length = len(shipment.prompt_token_ids)

@@ -198,7 +198,7 @@ class ForwardPass:
 
     def meet_logits(self, logits: Tensor) -> None:
         """One row per request, in the batch's order."""
-        slot, tapped = self.host.slot(LOGITS), Tapped(logits)
+        slot, tapped = self.host.slots[LOGITS], Tapped(logits)
         slot.passed = self.clock
         workers, slot.workers = slot.workers, []
         for worker in workers:

@@ -14,7 +14,7 @@ from jackfield.engines.vllm.attention import OpFacts, PagedAttention, left_behin
 from jackfield.engines.vllm.cache import CacheReader
 from jackfield.engines.vllm.taps import NOW
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import Slot, Worker
+from jackfield.interleave.worker import Slot, Slots, Worker
 
 if TYPE_CHECKING:
     from jackfield.engines.vllm.forward_pass import ForwardPass
@@ -32,7 +32,7 @@ class OpTap:
         layer: Any,
         path: str,
         facts: OpFacts,
-        slots: Callable[[Site], Slot],
+        slots: Slots,
         blocks: Blocks,
         slot_mapping: Callable[[str], Tensor],
     ) -> None:
@@ -40,7 +40,7 @@ class OpTap:
         self.reader: CacheReader | str = "its cache was not looked at"
         self._blocks, self._slot_mapping = blocks, slot_mapping
         ports = (Port.ATTEND, Port.SCORES, Port.PATTERN, Port.HEADS)
-        self._attend, *self._after = (slots(Site(path, port)) for port in ports)
+        self._attend, *self._after = (slots[Site(path, port)] for port in ports)
         self._views: dict[Worker, PagedAttention] = {}
 
     def put_up(self) -> None:
