@@ -93,9 +93,6 @@ class Interleaver:
     def close(self) -> None:
         """Ends every block that is still running, wherever it is. May be done again, where an interrupt ended it."""
         for worker in self.workers:
-            slot = worker.slot  # None once it is ended
-            if slot is not None and worker in slot.workers:
-                slot.workers.remove(worker)
             worker.kill()
             vars(worker).pop("interleaver", None)
         self.workers = ()

@@ -12,11 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import greenlet
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
 from jackfield.errors import EditMismatch, NotReached, OutOfOrder
 from jackfield.interleave.held import MANY, Held, HeldNest
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 AnyHeld = Held | HeldNest
 
 
+CHANGED: Final = attrgetter("changed")  # of an AnyHeld; `filter` makes no function of it at each read
 READ_ONLY: Final = "{name} can be read only, and was changed in place: clone it for scratch."
 
 
@@ -146,6 +148,7 @@ class Worker:
         self._shown: dict[str, tuple[Tensor, int]] = {}  # in this step, each with the version that it was given with
         self._many = MANY  # of them, after which they are looked at
         self._modes = BlockModes()
+        self._engine: greenlet.greenlet
         self._greenlet = _BlockGreenlet(self._run)
         self._greenlet.worker = self
         self._greenlet.gr_context = contextvars.copy_context()
@@ -153,8 +156,7 @@ class Worker:
     @staticmethod
     def current() -> "Worker | None":
         """The worker whose block is running now, in this thread."""
-        running = greenlet.getcurrent()
-        return running.worker if isinstance(running, _BlockGreenlet) else None
+        return getattr(greenlet.getcurrent(), "worker", None)
 
     @property
     def stopped(self) -> bool:
@@ -169,7 +171,7 @@ class Worker:
 
     def resume(self, message: Any) -> None:
         """Runs the block until it waits again, or has ended. Raises what interrupted it."""
-        self._greenlet.parent = greenlet.getcurrent()  # the block goes back to whoever runs it on
+        self._engine = self._greenlet.parent = greenlet.getcurrent()  # the block goes back to whoever runs it on
         try:
             self._greenlet.switch(message)
         finally:
@@ -178,7 +180,7 @@ class Worker:
 
     def throw(self, error: BaseException) -> None:
         """Raises `error` in the block, where it waits, and runs it until it waits again."""
-        self._greenlet.parent = greenlet.getcurrent()
+        self._engine = self._greenlet.parent = greenlet.getcurrent()
         try:
             self._greenlet.throw(error)
         finally:
@@ -221,6 +223,8 @@ class Worker:
         except BaseException as error:
             self.interrupt = error
         finally:
+            if self.slot is not None and self in self.slot.workers:
+                self.slot.workers.remove(self)
             self.done, self.slot, self.passing = True, None, None
             self._held.clear()
             self._past.clear()
@@ -249,7 +253,7 @@ class Worker:
             value = self._copy(channel, selection)
             held = (Held if isinstance(value, Tensor) else HeldNest)(channel, selection, value, self.step)
             self._held.append(held)
-            if torch.is_grad_enabled() and channel.writable and held.requires_grad:
+            if is_grad_enabled() and channel.writable and held.requires_grad:
                 self._put(channel, selection, value)  # the model goes on from the copy: what follows depends on it
             return value
 
@@ -289,8 +293,11 @@ class Worker:
             raise OutOfOrder(self._too_late(channel.name))
         if not slot.open:
             interleaver.open(slot)
+        self.slot, self.wanted, self.waiting_step = slot, channel.name, self.step
         self.awaited = channel if selection is WHOLE else None
-        self.passing = self._wait(slot, channel.name)
+        if self.step == now:
+            slot.workers.append(self)
+        self.passing = self._wait()
 
     def reach_step(self, step: int) -> bool:
         """Waits until `step` begins; False when the request ends before."""
@@ -303,14 +310,14 @@ class Worker:
             if step == now:
                 return True
             self.step = step
-            return bool(self._wait(None, f"step {step}"))
+            return self._wait_for_step()
 
     def await_step(self) -> None:
         """Waits until the block's step has begun, without leaving the site it stands at."""
         if self.step > self.interleaver.step:
             with self._modes:
                 self._move_on()
-                is_there = self._wait(None, f"step {self.step}")
+                is_there = self._wait_for_step()
             if not is_there:
                 raise NotReached(f"Step {self.step} never came: the request ended after step {self.interleaver.step}.")
         elif self.step < self.interleaver.step:
@@ -329,18 +336,17 @@ class Worker:
         if len(self._past) > self._many:
             self._look_back()
 
-    def _wait(self, slot: Slot | None, wanted: str) -> Any:
-        """Waits at `slot`, or for the step, until the engine runs the block on."""
+    def _wait_for_step(self) -> bool:
+        self.slot, self.wanted, self.waiting_step = None, f"step {self.step}", self.step
+        return bool(self._wait())
+
+    def _wait(self) -> Any:
+        """Until the engine runs the block on."""
         if self.done:
             raise greenlet.GreenletExit  # it is being ended, and asks for something in a `finally`
-        self.slot, self.wanted, self.waiting_step = slot, wanted, self.step
-        if slot is not None and self.step == self.interleaver.step:
-            slot.workers.append(self)
-        engine = self._greenlet.parent
-        assert engine is not None
         self._modes.depart()
         try:
-            return engine.switch()
+            return self._engine.switch()
         finally:
             self._modes.arrive()
 
@@ -351,7 +357,7 @@ class Worker:
             yield
 
     def _copy(self, channel: Channel, selection: Selection) -> Any:
-        if not torch.is_inference_mode_enabled():
+        if not is_inference_mode_enabled():
             return channel.read(self.passing, self, selection)
         with torch.inference_mode(False), torch.no_grad():  # a tensor born in it has no version counter
             return channel.read(self.passing, self, selection)
@@ -361,7 +367,7 @@ class Worker:
 
     def _settle(self) -> None:
         """Writes back what was changed; other copies of the same memory are then out of date, and left behind."""
-        changed = [held for held in self._held if held.changed]
+        changed = list(filter(CHANGED, self._held))
         if not changed:
             return
         for one, two in itertools.combinations(changed, 2):
