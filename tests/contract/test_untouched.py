@@ -1,8 +1,10 @@
 """After any trace the model is as it was: its answers to the bit, its forwards, hooks, state, configuration, tables."""
 
 import contextlib
+import gc
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -91,6 +93,24 @@ def test_the_model_is_as_it_was(model: jf.Model, raw: nn.Module, prompt: list[in
         dir(model)
         assert look(raw, prompt) == before, block.__name__
         assert plain_logits(raw, prompt).equal(logits), block.__name__
+
+
+def stays_in_inference_mode(m: jf.Model, t: Any) -> None:
+    mode = torch.inference_mode()
+    mode.__enter__()
+    _ = m.layers[0].layer_output
+    raise ValueError(mode)
+
+
+def test_inference_mode_that_a_block_leaves_open_is_over_with_it(model: jf.Model, prompt: list[int]) -> None:
+    with pytest.raises(ValueError, match="inference_mode") as caught:
+        model.run(prompt, stays_in_inference_mode)
+    try:
+        gc.collect()
+        assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled()) == (False, True)
+    finally:
+        caught.value.args[0].__exit__(None, None, None)  # else torch does so, when nobody has the error any more
+        torch.set_grad_enabled(True)
 
 
 def test_a_trace_that_reads_all_says_what_generate_says(model: jf.Model, raw: Any, prompt: list[int]) -> None:

@@ -1,5 +1,6 @@
 """Torch's thread-wide modes at a hand-over between a block and its engine."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -268,6 +269,42 @@ def test_an_edit_lands_in_whatever_mode_it_is_made(body: Any, returned: Any, inf
     assert worker.error is None
     assert worker.returned == returned
     assert [tensor.tolist() for tensor in passed] == [[2.0] * 3, [1.0] * 3, [1.0] * 3]
+
+
+def enter_and_leave_open(mode: torch.inference_mode, ends: str) -> Exception | None:
+    """A block that does so, from beginning to end; what it raised."""
+    worker, site = Worker(Rows(0, 0, 1)), Anywhere("a")
+
+    def body() -> None:
+        mode.__enter__()
+        worker.read(site)
+        assert torch.is_inference_mode_enabled()
+        if ends == "raises":
+            raise ValueError
+        if ends == "is killed":
+            worker.reach_step(5)
+
+    worker.body = body
+    interleaver = Interleaver([worker], lambda slot: None)
+    interleaver.start()
+    interleaver.begin(0)
+    interleaver.meet(interleaver.slots[site.site], torch.ones(1))
+    interleaver.close()
+    return worker.error
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("ends", ["returns", "raises", "is killed"])
+def test_inference_mode_that_a_block_leaves_open_is_over_with_it(ends: str, gradients: bool) -> None:
+    """Kills: a guard of ours that puts the block's mode back when its worker is let go of."""
+    mode = torch.inference_mode()
+    with torch.set_grad_enabled(gradients):
+        before = state()
+        assert isinstance(enter_and_leave_open(mode, ends), ValueError) == (ends == "raises")
+        gc.collect()
+        assert state() == before
+        assert torch.ones(2).add_(1)._version == 1  # which a tensor of inference mode has not
+        mode.__exit__(None, None, None)
 
 
 def fakes(worker: Worker, sites: list[Writable]) -> object:

@@ -106,7 +106,7 @@ class BlockModes:
         self._alike: _State | None = None  # the same of both sides, with nothing to put away
         self._engine_autocast: _Autocast = ()
         self._engine_dispatch: Sequence[TorchDispatchMode] = ()
-        self._guard: torch.inference_mode | None = None
+        self._inference: bool | None = None  # None: as its engine has it
 
     def __enter__(self) -> None:
         """The block asks for something. TracingError in a mode that cannot be put away."""
@@ -121,9 +121,9 @@ class BlockModes:
         self._autocast = _autocast()
         self._alike = own if own == engine and not own[2] and own[6] is torch.float32 else None
         self._stacks.take(engine[3], self._engine_dispatch, engine[5])
-        if is_inference_mode_enabled() != engine[1]:
-            self._guard = torch.inference_mode(engine[1])
-            self._guard.__enter__()
+        self._inference = None if own[1] == engine[1] else own[1]
+        if self._inference is not None:
+            _set_inference(engine[1])
         self._stand_aside()
 
     def depart(self) -> None:
@@ -152,9 +152,8 @@ class BlockModes:
         """The block runs on."""
         if self._alike is not None:
             return
-        if self._guard is not None:  # first: it puts back more than it says
-            self._guard.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
-            self._guard = None
+        if self._inference is not None:
+            _set_inference(self._inference)
         _set_autocast(self._autocast or self._engine_autocast)
         set_default_dtype(self._dtype or self._engine[6])
         self._stacks.put_back()
@@ -197,11 +196,24 @@ def modes_restored() -> Generator[None]:
         yield
     finally:
         _Stacks().take(before[3], dispatch, before[5])
-        if torch.is_inference_mode_enabled() != before[1]:
-            torch.inference_mode(before[1]).__enter__()
+        if is_inference_mode_enabled() != before[1]:
+            _set_inference(before[1])
         _set_autocast(autocast)
         torch.set_grad_enabled(before[0])
         set_default_dtype(before[6])
+
+
+def _set_inference(enabled: bool) -> None:
+    """Inference mode on or off for good.
+
+    Torch has it as a guard alone, which puts back what was before as soon as nobody has it any more. The second of two
+    puts back what the first has set.
+    """
+    first, second = torch.inference_mode(enabled), torch.inference_mode(enabled)
+    for guard in (first, second):
+        guard.__enter__()
+    for guard in (first, second):
+        guard.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _autocast() -> _Autocast:
