@@ -106,7 +106,7 @@ class PagedAttention:
         if self._cached is None:
             if self._refusal is not None:
                 raise Unavailable(self._refusal)
-            keys, values = (held.clone()[None] for held in self._gather())
+            keys, values = (held[None] for held in self._gather())
             tokens = self.own["k"].shape[0]
             keys[0, :, -tokens:], values[0, :, -tokens:] = self.own["k"].transpose(0, 1), self.own["v"].transpose(0, 1)
             self._cached = keys, values
@@ -274,7 +274,8 @@ class HeadOutputsChannel(Channel):
 
 
 def _mesh(rows: Tensor, selection: Selection) -> Any:
-    tokens = range(rows.shape[0]) if selection.tokens is None else selection.tokens
-    heads = range(rows.shape[1]) if selection.heads is None else selection.heads
-    picked = [torch.tensor(each, dtype=torch.long, device=rows.device) for each in (tokens, heads)]
-    return picked[0][:, None], picked[1]
+    picked = [slice(None) if each is None else list(each) for each in (selection.tokens, selection.heads)]
+    if slice(None) in picked:
+        return tuple(picked)
+    tokens, heads = (torch.tensor(each, dtype=torch.long, device=rows.device) for each in picked)
+    return tokens[:, None], heads

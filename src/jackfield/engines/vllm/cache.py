@@ -4,7 +4,7 @@ The layout differs by backend, by version and, on CPUs, by instruction set. Each
 the one that gives back what was put in is taken. Where none does, nothing is served from the cache.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -80,19 +80,18 @@ class CacheReader:
         """Of the cache."""
         return 1 if self.layout is _apart else 0
 
-    def gather(self, cache: Tensor, blocks: Sequence[int], length: int, left: int = 0) -> tuple[Tensor, Tensor]:
-        """The first `length` keys and values that stand in these blocks: [kv_head, token, width] each, copies.
+    def gather(self, cache: Tensor, blocks: Tensor, length: int, left: int = 0) -> tuple[Tensor, Tensor]:
+        """The first `length` keys and values that stand in these blocks [block]: [kv_head, token, width], copies.
 
         NaN where a window has let go of a block: one that lies in the first `left` positions, which no query sees any
         more and whose block may be another request's by now, or one whose place in the table holds 0, the block that
-        vLLM keeps for itself.
+        vLLM keeps for itself. Nothing here waits for the device.
         """
-        used = blocks[: -(-length // self.block_size)]
-        held = torch.tensor(used, device=cache.device)
+        held = blocks[: -(-length // self.block_size)]
         found = self.layout(_pick(cache, held, self.layout), self.d_head)
         keys, values = (half.reshape(-1, *half.shape[2:])[:length].transpose(0, 1) for half in found)
-        lost = (held == 0) | (torch.arange(1, len(used) + 1, device=held.device) * self.block_size <= left)
-        if bool(lost.any()):
+        if left:
+            lost = (held == 0) | (torch.arange(1, len(held) + 1, device=held.device) * self.block_size <= left)
             gone = lost.repeat_interleave(self.block_size)[:length, None]
             keys, values = (half.masked_fill(gone, float("nan")) for half in (keys, values))
         return keys, values

@@ -4,6 +4,7 @@ Samples of all callers stand in one continuous batch: whoever waits, waits for a
 lands inside a step, and blocks that run in this process stay on one thread, as greenlets must.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ class Driver:
         self._thread = ThreadPoolExecutor(1, "jackfield-vllm")
         self._fates = ended
         self._waiting: dict[str, tuple[Sample, Future[Ended]]] = {}
-        self._stepping = False  # whether a step stands in the thread's queue
+        self._asked: deque[object] = deque()  # what stands in the thread's queue
+        self._stepping = False  # whether steps are among it
         self._died: BaseException | None = None
         self.llm: Any = None
         try:
@@ -73,10 +75,15 @@ class Driver:
     # -- on the thread
 
     def _later(self, call: Callable[..., T], *args: Any) -> "Future[T]":
+        self._asked.append(call)
         try:
-            return self._thread.submit(call, *args)
+            return self._thread.submit(self._begun, call, *args)
         except RuntimeError:  # of an executor that is shut down
             raise EngineDied(CLOSED) from None
+
+    def _begun(self, call: Callable[..., T], *args: Any) -> T:
+        self._asked.popleft()  # whichever stands there: they are counted
+        return call(*args)
 
     def _add(self, joining: "Sequence[tuple[Sample, Future[Ended]]]") -> None:
         for sample, future in joining:
@@ -98,18 +105,23 @@ class Driver:
     def _go_on(self) -> None:
         if self._waiting and not self._stepping:
             self._stepping = True
-            self._later(self._step)
+            self._later(self._steps)
+
+    def _steps(self) -> None:
+        """One step after the other, until nobody waits, or something else is asked and is done first."""
+        self._stepping = False
+        while self._waiting:
+            self._step()
+            if self._asked:
+                break
+        self._go_on()
 
     def _step(self) -> None:
-        self._stepping = False
-        if not self._waiting:
-            return
         try:
             outputs = self.llm.llm_engine.step()
             self._deliver([each for each in outputs if each.finished and each.request_id in self._waiting])
         except BaseException as error:
             self._die(error)
-        self._go_on()
 
     def _deliver(self, outputs: Sequence[Any]) -> None:
         traced = [output.request_id for output in outputs if self._waiting[output.request_id][0].traced]

@@ -4,7 +4,7 @@ Keys and values are in the cache before it runs. Edited ones are put there again
 read and edited in any order. torch.compile does not see the wrapper, and need not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from jackfield.interleave.worker import Slot, Slots, Worker
 if TYPE_CHECKING:
     from jackfield.engines.vllm.forward_pass import ForwardPass
 
-Blocks = Callable[[str, "ForwardPass", Worker], tuple[Sequence[int], int]]
+Blocks = Callable[[str, "ForwardPass", Worker], tuple[Tensor, int]]
 """A layer's name, a pass and a request to the request's blocks in that layer's cache, and how many tokens they hold."""
 
 
@@ -38,6 +38,7 @@ class OpTap:
     ) -> None:
         self.name, self.layer, self.path, self.facts = name, layer, path, facts
         self.reader: CacheReader | str = "its cache was not looked at"
+        self.feeds: int | None = None  # the tap, by number, of a projection that is given what the op made
         self._blocks, self._slot_mapping = blocks, slot_mapping
         ports = (Port.ATTEND, Port.SCORES, Port.PATTERN, Port.HEADS)
         self._attend, *self._after = (slots[Site(path, port)] for port in ports)
@@ -57,7 +58,10 @@ class OpTap:
             now.before(self, q, k, v, cache)
             result = forward(layer, q, k, v, cache, metadata, *args, **kwargs)
             output = kwargs.get("output")
-            now.behind(self, q, k, v, cache, output if output is not None else result)
+            made: Tensor = output if output is not None else result
+            now.behind(self, q, k, v, cache, made)
+            if self.feeds is not None:
+                now.tap(self.feeds, made.view(made.shape[0], -1), None)
             return result
 
         impl.forward = tapped
@@ -112,7 +116,7 @@ class OpTap:
                 view.outputs = heads[now.rows_of(worker)][None]
                 _overwrite(view)
 
-    def keep(self, blocks: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+    def keep(self, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` keys and values in these blocks, [token, kv_head, width] each, on the CPU."""
         assert isinstance(self.reader, CacheReader)
         keys, values = self.reader.gather(self.layer.kv_cache, blocks, length, left_behind(self.facts, length))

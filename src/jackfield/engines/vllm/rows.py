@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -75,16 +75,15 @@ class Runner(ABC):
         """The rows of the pass that has been prepared, in the batch's order."""
 
     @abstractmethod
-    def blocks(self, layer: str, index: int) -> Sequence[int]:
-        """The blocks that hold a layer's keys of the request at this place in the batch, in order of position."""
+    def blocks(self, layer: str, index: int) -> Tensor:
+        """The blocks that hold a layer's keys of the request at this place in the batch, in order of position.
+
+        [block] on the device, which nobody waits for; behind those that are in use are others.
+        """
 
     @abstractmethod
-    def blocks_of(self, layer: str, request_id: str) -> Sequence[int]:
-        """The same, of a request by its id, between two passes."""
-
-    @abstractmethod
-    def held(self, layer: str, request_id: str, places: slice) -> Tensor:
-        """Some of the same, [block] on the device, which nobody waits for. None of a request that has no blocks."""
+    def held(self, layer: str, request_id: str, places: slice = slice(None)) -> Tensor:
+        """Those of a request by its id, between two passes, and some of them. None of one that has no blocks."""
 
     @abstractmethod
     def block_size(self, layer: str) -> int:
@@ -160,19 +159,18 @@ class FirstRunner(Runner):
             for i, request_id in enumerate(batch.req_ids)
         ]
 
-    def blocks(self, layer: str, index: int) -> Sequence[int]:
+    def blocks(self, layer: str, index: int) -> Tensor:
         table = self._runner.input_batch.block_table[self.group(layer)]
-        return table.get_numpy_array()[index].tolist()
+        return self._sent(torch.tensor(table.get_numpy_array()[index], dtype=torch.long))
 
-    def blocks_of(self, layer: str, request_id: str) -> Sequence[int]:
-        group = self.group(layer)
+    def held(self, layer: str, request_id: str, places: slice = slice(None)) -> Tensor:
+        group, request = self.group(layer), self._runner.requests.get(request_id)
         cut = getattr(self._runner.input_batch.block_table[group], "blocks_per_kv_block", 1)  # not in 0.32 and later
-        held = self._runner.requests[request_id].block_ids[group]
-        return [block * cut + part for block in held for part in range(cut)]
+        whole: list[int] = [] if request is None else request.block_ids[group]
+        blocks = [block * cut + part for block in whole for part in range(cut)]
+        return self._sent(torch.tensor(blocks[places], dtype=torch.long))
 
-    def held(self, layer: str, request_id: str, places: slice) -> Tensor:
-        is_there = request_id in self._runner.requests
-        blocks = torch.tensor(self.blocks_of(layer, request_id)[places] if is_there else [], dtype=torch.long)
+    def _sent(self, blocks: Tensor) -> Tensor:
         device: torch.device = self._runner.device
         return blocks.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else blocks
 
@@ -296,14 +294,10 @@ class SecondRunner(Runner):
             for i, request_id in enumerate(batch.req_ids)
         ]
 
-    def blocks(self, layer: str, index: int) -> Sequence[int]:
-        return cast("list[int]", self._tables[self.group(layer)][index].tolist())
+    def blocks(self, layer: str, index: int) -> Tensor:
+        return self._tables[self.group(layer)][index].long()
 
-    def blocks_of(self, layer: str, request_id: str) -> Sequence[int]:
-        index = self._runner.req_states.req_id_to_index[request_id]
-        return self._runner.block_tables.block_tables[self.group(layer)].gpu[index].tolist()
-
-    def held(self, layer: str, request_id: str, places: slice) -> Tensor:
+    def held(self, layer: str, request_id: str, places: slice = slice(None)) -> Tensor:
         index, tables = self._runner.req_states.req_id_to_index.get(request_id), self._runner.block_tables
         group = self.group(layer)
         row = tables.block_tables[group].gpu[0 if index is None else index].long()

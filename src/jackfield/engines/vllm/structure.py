@@ -4,7 +4,7 @@ The attention op is vLLM's own class, which every model uses; the block is the m
 each tap's tensor means is not decided here but by numbers, on a probe prompt (`reading.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,8 +169,8 @@ class Sites:
         return len(self.all) - 1
 
 
-def put_taps(model: nn.Module, structure: Structure) -> Sites:
-    """Wraps the modules of a model, once, before it first runs."""
+def put_taps(model: nn.Module, structure: Structure, later: Collection[str] = ()) -> Sites:
+    """Wraps the modules of a model, once, before it first runs; the inputs of those `later` have their sites alone."""
     modules, sites = named(model), Sites()
     if structure.embedding is not None:
         tap_outputs(modules[structure.embedding], sites.add(structure.embedding, Port.OUTPUT))
@@ -179,7 +179,9 @@ def put_taps(model: nn.Module, structure: Structure) -> Sites:
             tap_inputs(modules[path], sites.add(path, Port.INPUT))
             tap_outputs(modules[path], sites.add(path, Port.OUTPUT))
         for path in block.projections:
-            tap_inputs(modules[path], sites.add(path, Port.INPUT))
+            number = sites.add(path, Port.INPUT)
+            if path not in later:
+                tap_inputs(modules[path], number)
             if path in block.sublayers:
                 tap_outputs(modules[path], sites.add(path, Port.OUTPUT))
         for path in block.makers:

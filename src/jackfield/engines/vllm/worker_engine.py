@@ -14,6 +14,7 @@ from jackfield.engines.vllm.cache import CacheReader, probe
 from jackfield.engines.vllm.cleaning import Cached, Cleaning
 from jackfield.engines.vllm.describing import Describer
 from jackfield.engines.vllm.description import Description
+from jackfield.engines.vllm.direct import Fed, candidates, fed_directly
 from jackfield.engines.vllm.foreign import foreign
 from jackfield.engines.vllm.forward_pass import ForwardPass
 from jackfield.engines.vllm.graphs import Armed
@@ -29,7 +30,7 @@ from jackfield.engines.vllm.structure import is_listened_to, put_taps, read_stru
 from jackfield.engines.vllm.tables.buffers import Buffers, none_of
 from jackfield.engines.vllm.tables.program import Places
 from jackfield.engines.vllm.tables.tables import Tables
-from jackfield.engines.vllm.taps import NOW, named
+from jackfield.engines.vllm.taps import NOW, named, tap_inputs
 from jackfield.engines.vllm.untraceable import untraceable
 from jackfield.errors import TracingError, Unavailable
 from jackfield.interleave.site import Port, Site
@@ -56,7 +57,9 @@ class WorkerEngine(Served):
         self._unkept: str | None = None  # why a preempted request cannot be as if it had not been
         self.structure = read_structure(self.loaded, self.ops)
         self.ranks = Ranks()
-        self.host = Host(put_taps(self.loaded, self.structure).all, self.ranks, vllm_config.model_config.seed)
+        self._fed = candidates(self.structure.blocks)
+        taps = put_taps(self.loaded, self.structure, later=[each.projection for each in self._fed])
+        self.host = Host(taps.all, self.ranks, vllm_config.model_config.seed)
         self.rows = runner_of(runner, {number: slot.site for number, slot in enumerate(self.host.numbered)})
         self.compute_logits: Callable[..., Any] = cast("Any", self.loaded).compute_logits
         if self.ranks.size == 1:
@@ -142,7 +145,7 @@ class WorkerEngine(Served):
                     "run fewer requests at a time (max_num_seqs)."
                 )
             companion.kept = {
-                tap.path: tap.keep(self.rows.blocks_of(tap.name, request_id), companion.seen)
+                tap.path: tap.keep(self.rows.held(tap.name, request_id), companion.seen)
                 for tap in self._op_taps
                 if tap.keeps
             }
@@ -193,6 +196,8 @@ class WorkerEngine(Served):
         forward, compute_logits = self.loaded.forward, self.compute_logits
 
         def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._fed:
+                self._settle_fed(lambda: forward(*args, **kwargs))
             if not self._real or self.host.now is not None or NOW.get() is not None:
                 return forward(*args, **kwargs)  # a warm-up, or a pass that is watched, or captured, already
             given = next(each for each in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if each is not None)
@@ -209,7 +214,21 @@ class WorkerEngine(Served):
         loaded: Any = self.loaded  # torch types a module's attributes as tensors and modules
         loaded.forward, loaded.compute_logits = watched, with_logits
 
-    def _blocks(self, layer: str, now: ForwardPass, worker: Worker) -> tuple[Sequence[int], int]:
+    def _settle_fed(self, run: Callable[[], object]) -> None:
+        """The first pass: projections that no op feeds get their taps. One that is a request's shows none."""
+        fed, self._fed = self._fed, []
+        taps = {tap.path: tap for tap in self._op_taps}
+        impls = {path: tap.layer.impl for path, tap in taps.items()}
+        direct = frozenset[Fed]() if self._real else fed_directly(fed, named(self.loaded), impls, _uncompiled(run))
+        numbers = {slot.site: number for number, slot in enumerate(self.host.numbered)}
+        for each in fed:
+            number = numbers[Site(each.projection, Port.INPUT)]
+            if each in direct:
+                taps[each.op].feeds = number
+            else:
+                tap_inputs(self.loaded.get_submodule(each.projection), number)
+
+    def _blocks(self, layer: str, now: ForwardPass, worker: Worker) -> tuple[Tensor, int]:
         placed = now.of[worker]
         return self.rows.blocks(layer, placed.index), placed.position + placed.count
 
@@ -283,3 +302,17 @@ class WorkerEngine(Served):
 
     def close(self) -> None:
         raise TracingError("A block cannot close its model.")
+
+
+def _uncompiled(run: Callable[[], object]) -> Callable[[], object]:
+    """The same pass, in its forward context, without compiled code."""
+
+    def uncompiled() -> None:
+        context = foreign("vllm.forward_context", "get_forward_context")()
+        held, context.skip_compiled = context.skip_compiled, True
+        try:
+            run()
+        finally:
+            context.skip_compiled = held
+
+    return uncompiled
