@@ -103,13 +103,14 @@ def stays_in_inference_mode(m: jf.Model, t: Any) -> None:
 
 
 def test_inference_mode_that_a_block_leaves_open_is_over_with_it(model: jf.Model, prompt: list[int]) -> None:
-    with pytest.raises(ValueError, match="inference_mode") as caught:
+    with pytest.raises((ValueError, jf.TracingError), match="inference_mode") as caught:  # vLLM cannot send the mode
         model.run(prompt, stays_in_inference_mode)
     try:
         gc.collect()
         assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled()) == (False, True)
     finally:
-        caught.value.args[0].__exit__(None, None, None)  # else torch does so, when nobody has the error any more
+        if isinstance(caught.value, ValueError):  # else torch does so, when nobody has the error any more
+            caught.value.args[0].__exit__(None, None, None)
         torch.set_grad_enabled(True)
 
 

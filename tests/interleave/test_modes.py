@@ -72,7 +72,7 @@ def test_each_side_finds_its_own_modes(engine_mode: str, block_mode: str) -> Non
         interleaver.start()
         assert state() == before
         interleaver.begin(0)
-        interleaver.meet(interleaver.slot(site.site), torch.ones(1, device="cpu"))
+        interleaver.meet(interleaver.slots[site.site], torch.ones(1, device="cpu"))
         assert state() == before
         interleaver.begin(1)
         assert state() == before
@@ -114,7 +114,7 @@ def test_modes_that_change_from_meeting_to_meeting(first: str, second: str, bloc
     for mode, site in zip((first, second, first), sites, strict=True):
         with MODES[mode]():
             before = state()
-            interleaver.meet(interleaver.slot(site.site), torch.ones(1, device="cpu"))
+            interleaver.meet(interleaver.slots[site.site], torch.ones(1, device="cpu"))
             assert state() == before
     assert worker.done
     assert worker.error is None
@@ -140,7 +140,7 @@ def test_a_change_after_the_block_has_moved_on_is_seen(size: int, dropped: bool)
     interleaver.start()
     interleaver.begin(0)
     for site in sites:
-        interleaver.meet(interleaver.slot(site.site), torch.ones(size))
+        interleaver.meet(interleaver.slots[site.site], torch.ones(size))
     assert isinstance(worker.error, jf.OutOfOrder)
     assert "a of step 0 was changed in place after" in str(worker.error)
 
@@ -181,7 +181,7 @@ def run(body: Callable[[Worker, list[Writable]], object], *, inference: bool) ->
         assert stacks() == before
         interleaver.begin(0)
         for site, tensor in zip(sites, passed, strict=True):
-            interleaver.meet(interleaver.slot(site.site), tensor)
+            interleaver.meet(interleaver.slots[site.site], tensor)
             assert stacks() == before
         interleaver.finish(worker)
         assert stacks() == before
@@ -288,7 +288,7 @@ def enter_and_leave_open(mode: torch.inference_mode, ends: str) -> Exception | N
     interleaver = Interleaver([worker], lambda slot: None)
     interleaver.start()
     interleaver.begin(0)
-    interleaver.meet(interleaver.slot(site.site), torch.ones(1))
+    interleaver.meet(interleaver.slots[site.site], torch.ones(1))
     interleaver.close()
     return worker.error
 

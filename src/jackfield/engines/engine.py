@@ -128,7 +128,7 @@ class Engine(ABC):
         """Final norm, output head, scale and cap: [..., d_model] to [..., vocab]."""
 
     @abstractmethod
-    def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel:
+    def channel(self, name: str, layer: int | None, call: int | None) -> Channel:
         """Where a value is; Unavailable with the reason where it is not."""
 
     @abstractmethod

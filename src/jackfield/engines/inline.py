@@ -99,7 +99,7 @@ class InlineTap:
         """Whether a block waits for this value; where none does, it has gone by."""
         if getcurrent() is not self._interleaver.home:
             return False
-        slot = self._interleaver.slot(site_of(name, layer))
+        slot = self._interleaver.slots[site_of(name, layer)]
         if not slot.workers:
             slot.passed = self._interleaver.step
         return bool(slot.workers)
@@ -113,7 +113,7 @@ class InlineTap:
         name = next(iter(tensors))
         if not self.listens(name, layer):
             return tensors
-        slot, passing = self._interleaver.slot(site_of(name, layer)), Passing(tensors)
+        slot, passing = self._interleaver.slots[site_of(name, layer)], Passing(tensors)
         slot.passed = self._interleaver.step
         self._interleaver.meet(slot, passing)
         return passing.tensors

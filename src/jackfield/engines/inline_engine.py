@@ -137,7 +137,7 @@ class InlineEngine(LoadedEngine[M]):
     def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
         return self.call("project", x, norm)
 
-    def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel:
+    def channel(self, name: str, layer: int | None, call: int | None) -> Channel:
         made = self._channels[name, layer]
         if isinstance(made, str):
             raise Unavailable(f"{name} is not available: {made}.")

@@ -27,7 +27,7 @@ OPERANDS = (
 @contextmanager
 def gated(root: nn.Module, run: InlineRun) -> Generator[None]:
     """A gate at every module, gone afterwards."""
-    gates = [Gate(module, path, run.interleaver.slot) for path, module in named_modules(root).items()]
+    gates = [Gate(module, path, run.interleaver.slots) for path, module in named_modules(root).items()]
     try:
         for gate in gates:
             gate.put_up(run.interleaver)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from jackfield.interleave.worker import Channel, Selection
 
 SMALL_BYTES: Final = 1 << 16
-"""A copy up to this size is kept until its step is over: that is cheaper than a witness of it that has no memory."""
+"""A copy up to this size is kept until it is looked at: that is cheaper than a witness of it that has no memory."""
 MANY: Final = 32
-"""Copies that were let go, after which those that nobody has any more are forgotten."""
+"""Copies that were let go, after which they are looked at, and those that nobody has any more forgotten."""
 
 
 class Held:

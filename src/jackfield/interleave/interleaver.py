@@ -10,8 +10,7 @@ from typing import Any
 from greenlet import getcurrent
 
 from jackfield.errors import NotReached, OutOfOrder
-from jackfield.interleave.site import Site
-from jackfield.interleave.worker import Slot, Worker
+from jackfield.interleave.worker import Slot, Slots, Worker
 
 
 class Interleaver:
@@ -22,23 +21,16 @@ class Interleaver:
     """
 
     def __init__(
-        self, workers: Iterable[Worker], open_slot: Callable[[Slot], None], slots: dict[Site, Slot] | None = None
+        self, workers: Iterable[Worker], open_slot: Callable[[Slot], None], slots: Slots | None = None
     ) -> None:
         self.step = -1
         self.clock = -1  # of the forward pass that is going on; Slot.passed holds the one in which a site went by
         self.home = getcurrent()  # where the engine runs; blocks, and other threads, are elsewhere
         self._open_slot = open_slot
         self.workers = tuple(workers)
-        self._slots: dict[Site, Slot] = {} if slots is None else slots
+        self.slots = Slots() if slots is None else slots
         for worker in self.workers:
             worker.interleaver = self
-
-    def slot(self, site: Site) -> Slot:
-        """The one Slot of a site."""
-        slot = self._slots.get(site)
-        if slot is None:
-            slot = self._slots[site] = Slot(site)
-        return slot
 
     def open(self, slot: Slot) -> None:
         """Has the engine look at a site from now on, since a block waits there."""
@@ -53,7 +45,7 @@ class Interleaver:
     def start(self) -> None:
         """Runs every block up to what it first waits for."""
         for worker in self.workers:
-            self.resume(worker, None)
+            worker.resume(None)
 
     def begin(self, step: int, clock: int | None = None) -> None:
         """A forward pass begins, the `clock`-th of the engine; without one, passes are counted as steps are."""
@@ -62,7 +54,7 @@ class Interleaver:
             if worker.done or worker.waiting_step != step:
                 continue
             if worker.slot is None:
-                self.resume(worker, True)
+                worker.resume(True)
             else:
                 worker.slot.workers.append(worker)
 
@@ -71,60 +63,37 @@ class Interleaver:
         workers, slot.workers = slot.workers, []
         for worker in workers:
             worker.resume(passing)
-            self._attach(worker)
 
     def end(self) -> None:
         """The forward pass is over: whoever still waits for something in it waited for what did not come."""
         for worker in self.workers:
             while not worker.done and worker.slot is not None and worker.waiting_step == self.step:
                 worker.slot.workers.remove(worker)
-                self._throw(
-                    worker, NotReached(f"{worker.wanted} did not come in step {self.step}: the model ran without it.")
-                )
+                worker.throw(NotReached(f"{worker.wanted} did not come in step {self.step}: the model ran without it."))
 
     def too_late(self, worker: Worker) -> None:
         """Tells a worker that what it waits for in this step has gone by: for engines that find out after the fact."""
         if worker.slot is not None:
             worker.slot.workers.remove(worker)
         step = worker.waiting_step
-        self._throw(
-            worker,
-            OutOfOrder(f"{worker.wanted} of step {step} has gone by. Read values in the order of the forward pass."),
+        worker.throw(
+            OutOfOrder(f"{worker.wanted} of step {step} has gone by. Read values in the order of the forward pass.")
         )
 
     def finish(self, worker: Worker) -> None:
         """The request has no more steps: its step loop ends, and a read of a later step is NotReached."""
         while not worker.done:
             if worker.slot is None:
-                self.resume(worker, False)
+                worker.resume(False)
             else:
                 waited = f"{worker.wanted} was waited for in step {worker.waiting_step}"
                 message = f"{waited}, but the request ended after step {self.step}."
-                self._throw(worker, NotReached(message))
+                worker.throw(NotReached(message))
 
     def close(self) -> None:
         """Ends every block that is still running, wherever it is. May be done again, where an interrupt ended it."""
         for worker in self.workers:
-            slot = worker.slot  # None once it is ended
-            if slot is not None and worker in slot.workers:
-                slot.workers.remove(worker)
             worker.kill()
             vars(worker).pop("interleaver", None)
         self.workers = ()
-        self._slots = {}
-
-    def resume(self, worker: Worker, message: Any) -> None:
-        """Runs one block on, up to what it next waits for."""
-        worker.resume(message)
-        self._attach(worker)
-
-    def _throw(self, worker: Worker, error: Exception) -> None:
-        worker.throw(error)
-        self._attach(worker)
-
-    def _attach(self, worker: Worker) -> None:
-        slot = worker.slot  # None once it is done
-        if slot is not None and worker.waiting_step == self.step:
-            slot.workers.append(worker)
-        if worker.interrupt is not None:
-            raise worker.interrupt_taken()
+        self.slots = Slots()

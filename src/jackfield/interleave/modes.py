@@ -1,7 +1,7 @@
-"""The torch modes of a block: greenlets share those of their thread, so each hand-over puts them away and back."""
+"""The torch modes of a block: greenlets share those of their thread, so they are put away and back."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -42,7 +42,7 @@ def _state() -> _State:
         _len_torch_dispatch_stack(),
         _num_layers(),
         get_default_dtype(),
-    )
+    )  # by hand: a `map` over the seven takes nearly twice the time
 
 
 class _Stacks:
@@ -87,139 +87,105 @@ def _opened(before: Sequence[TorchDispatchMode]) -> list[TorchDispatchMode]:
 
 
 class BlockModes:
-    """What a block has set of torch's thread-wide modes, while it waits.
+    """What a block has set of torch's thread-wide modes.
 
     Gradients on or off, inference mode, autocast, the default dtype, function modes (`with torch.device(...)`),
     dispatch modes and the layers of torch.func: the engine finds its own as it left them, and the block its own. A
     block starts with the autocast that its trace stands in.
+
+    `with` these: whatever the block asks for is done as if it had set nothing but gradients, and without autocast, in
+    which scores would be rounded. Within, the block may wait: `depart` and `arrive` stand around it.
     """
 
     def __init__(self) -> None:
         self._grad_enabled = False
         self._stacks = _Stacks()
-        self._dtype: torch.dtype | None = None
-        self._autocast: _Autocast | None = None  # None: off, which is most of the time, and costs one question
-        self._off = _disabled(_autocast())
-        self._began = False
+        self._dtype: torch.dtype | None = None  # None: the engine's
+        self._autocast: _Autocast | None = None
         self._engine: _State = (False, False, False, 0, 0, 0, torch.float32)
-        self._alike: _State | None = None  # the same of both sides, with nothing to hand over
-        self._engine_autocast: _Autocast | None = None
+        self._alike: _State | None = None  # the same of both sides, with nothing to put away
+        self._engine_autocast: _Autocast = ()
         self._engine_dispatch: Sequence[TorchDispatchMode] = ()
         self._inference: bool | None = None  # None: as its engine has it
 
-    def enter(self) -> None:
-        """The block runs on."""
-        engine = (  # as in `leave`; a function for both would be called twice at every read
-            is_grad_enabled(),
-            is_inference_mode_enabled(),
-            _is_any_autocast_enabled(),
-            _len_torch_function_stack(),
-            _len_torch_dispatch_stack(),
-            _num_layers(),
-            get_default_dtype(),
-        )
-        if engine == self._alike:
-            return
-        self._engine, self._alike = engine, None
-        self._engine_dispatch = _get_current_dispatch_mode_stack() if engine[4] else ()
-        self._enter_autocast(engine[2])
-        if self._inference is not None:
-            _set_inference(self._inference)
-        if self._dtype is not None and self._dtype is not engine[6]:
-            set_default_dtype(self._dtype)
-        self._stacks.put_back()
-        if self._grad_enabled != is_grad_enabled():
-            _set_grad_enabled(self._grad_enabled)
+    def __enter__(self) -> None:
+        """The block asks for something. TracingError in a mode that cannot be put away."""
+        own = _state()
+        if own != self._alike:
+            self._check()
+            self._put_away(own)
 
-    def _enter_autocast(self, is_on: bool) -> None:
-        if is_on or self._autocast is not None:
-            self._engine_autocast = autocast = _autocast()
-            if self._began:
-                _change_autocast(autocast, self._autocast or _disabled(autocast))
-        else:
-            self._engine_autocast = None
-
-    def leave(self) -> None:
-        """The block waits, or has ended. TracingError where it has closed a mode that it had not opened."""
-        own = (
-            is_grad_enabled(),
-            is_inference_mode_enabled(),
-            _is_any_autocast_enabled(),
-            _len_torch_function_stack(),
-            _len_torch_dispatch_stack(),
-            _num_layers(),
-            get_default_dtype(),
-        )
-        if own == self._alike:
-            return
+    def _put_away(self, own: _State) -> None:
         engine = self._engine
-        self._began, self._grad_enabled, self._dtype = True, own[0], own[6] if own[6] is not engine[6] else None
+        self._grad_enabled, self._dtype = own[0], own[6] if own[6] is not engine[6] else None
+        self._autocast = _autocast()
+        self._alike = own if own == engine and not own[2] and own[6] is torch.float32 else None
         self._stacks.take(engine[3], self._engine_dispatch, engine[5])
-        self._autocast = _autocast() if own[2] else None
-        self._alike = own if own == engine and not own[2] and self._engine_autocast is None else None
-        if self._autocast is not None or self._engine_autocast is not None:
-            _change_autocast(_autocast(), self._engine_autocast or self._off)
         self._inference = None if own[1] == engine[1] else own[1]
         if self._inference is not None:
             _set_inference(engine[1])
-        if is_grad_enabled() != engine[0]:
-            _set_grad_enabled(engine[0])
-        if own[6] is not engine[6]:
-            set_default_dtype(engine[6])
-        if self._alike is None and _state() != engine:
+        self._stand_aside()
+
+    def depart(self) -> None:
+        """The engine runs on. TracingError where the block has closed a mode that it had not opened."""
+        if self._alike is not None:
+            return
+        _set_autocast(self._engine_autocast)
+        _set_grad_enabled(self._engine[0])
+        set_default_dtype(self._engine[6])
+        if _state() != self._engine:
             raise TracingError(
                 "The block has closed a mode of torch's that it had not opened: leave that to its owner."
             )
 
-    def check(self) -> None:
-        """TracingError where the block stands in a mode that cannot wait with it."""
-        if _len_torch_dispatch_stack() > self._engine[4]:
-            for mode in _opened(self._engine_dispatch):
-                if mode.is_infra_mode():
-                    raise TracingError(
-                        f"A block cannot read or write a value inside a {type(mode).__name__}, in which the model "
-                        "would run on: do so before, or leave the mode."
-                    )
+    def arrive(self) -> None:
+        """The engine has run on."""
+        engine = _state()
+        if engine == self._alike:
+            return
+        self._engine, self._alike = engine, None
+        self._engine_dispatch = _get_current_dispatch_mode_stack() if engine[4] else ()
+        self._engine_autocast = _autocast()
+        self._stand_aside()
 
-    def aside(self) -> AbstractContextManager[object]:
-        """In which values are cut out and put back: as if the block had set nothing, and without autocast, in which
-        scores would be rounded. Gradients and inference mode are left alone.
-        """
-        engine = self._engine
-        is_plain = (
-            not _is_any_autocast_enabled()
-            and _len_torch_function_stack() == engine[3]
-            and _len_torch_dispatch_stack() == engine[4]
-            and _num_layers() == engine[5]
-            and get_default_dtype() is torch.float32
-        )
-        return _NOTHING if is_plain else self._aside()
+    def __exit__(self, *error: object) -> None:
+        """The block runs on."""
+        if self._alike is not None:
+            return
+        if self._inference is not None:
+            _set_inference(self._inference)
+        _set_autocast(self._autocast or self._engine_autocast)
+        set_default_dtype(self._dtype or self._engine[6])
+        self._stacks.put_back()
+        _set_grad_enabled(self._grad_enabled)
 
     @contextmanager
-    def _aside(self) -> Generator[None]:
-        self.check()
-        stacks, dtype = _Stacks(), get_default_dtype()
-        stacks.take(self._engine[3], self._engine_dispatch, self._engine[5])
-        set_default_dtype(torch.float32)
+    def own(self) -> Generator[None]:
+        """In which a block runs."""
+        self.__exit__()
         try:
-            with _autocast_off():
-                yield
+            yield
         finally:
-            set_default_dtype(dtype)
-            stacks.put_back()
+            self._put_away(_state())
 
-    @property
-    def is_inference(self) -> bool:
-        """Whether the engine runs in inference mode: tensors that pass can be written to there alone."""
-        return self._engine[1]
+    def _check(self) -> None:
+        for mode in _opened(self._engine_dispatch):
+            if mode.is_infra_mode():
+                raise TracingError(
+                    f"A block cannot read or write a value inside a {type(mode).__name__}, in which the model would "
+                    "run on: do so before, or leave the mode."
+                )
+
+    def _stand_aside(self) -> None:
+        _set_autocast(_disabled(self._engine_autocast))
+        set_default_dtype(torch.float32)
+        if not self._engine[1]:  # which has none
+            _set_grad_enabled(self._grad_enabled)
 
 
 def is_of_transform(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for others, inside a `torch.func` transform: outside of it, it is none."""
     return _transforms.is_functorch_wrapped_tensor(tensor)
-
-
-_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 @contextmanager
@@ -250,27 +216,12 @@ def _set_inference(enabled: bool) -> None:
         guard.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
 
 
-@contextmanager
-def _autocast_off() -> Generator[None]:
-    autocast = _autocast()
-    _set_autocast(_disabled(autocast))
-    try:
-        yield
-    finally:
-        _set_autocast(autocast)
-
-
 def _autocast() -> _Autocast:
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
 def _disabled(autocast: _Autocast) -> _Autocast:
     return tuple((kind, False, dtype) for kind, _, dtype in autocast)
-
-
-def _change_autocast(found: _Autocast, wanted: _Autocast) -> None:
-    if found != wanted:
-        _set_autocast(wanted)
 
 
 def _set_autocast(autocast: _Autocast) -> None:

@@ -9,14 +9,15 @@ too late is found.
 import contextvars
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import greenlet
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
 from jackfield.errors import EditMismatch, NotReached, OutOfOrder
 from jackfield.interleave.held import MANY, Held, HeldNest
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 AnyHeld = Held | HeldNest
 
 
+CHANGED: Final = attrgetter("changed")  # of an AnyHeld; `filter` makes no function of it at each read
 READ_ONLY: Final = "{name} can be read only, and was changed in place: clone it for scratch."
 
 
@@ -45,6 +47,14 @@ class Slot:
         self.open = False  # whether the engine looks at this site
         self.workers: list[Worker] = []
         self.passed = -1
+
+
+class Slots(dict[Site, Slot]):
+    """The one Slot of each site, made when it is first asked for."""
+
+    def __missing__(self, site: Site) -> Slot:
+        slot = self[site] = Slot(site)
+        return slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +146,9 @@ class Worker:
         self._held: list[AnyHeld] = []
         self._past: list[AnyHeld] = []  # what the block has moved past
         self._shown: dict[str, tuple[Tensor, int]] = {}  # in this step, each with the version that it was given with
-        self._many = MANY  # of them, after which those that nobody has any more are forgotten
+        self._many = MANY  # of them, after which they are looked at
         self._modes = BlockModes()
-        self._engine: greenlet.greenlet | None = None
+        self._engine: greenlet.greenlet
         self._greenlet = _BlockGreenlet(self._run)
         self._greenlet.worker = self
         self._greenlet.gr_context = contextvars.copy_context()
@@ -146,8 +156,7 @@ class Worker:
     @staticmethod
     def current() -> "Worker | None":
         """The worker whose block is running now, in this thread."""
-        running = greenlet.getcurrent()
-        return running.worker if isinstance(running, _BlockGreenlet) else None
+        return getattr(greenlet.getcurrent(), "worker", None)
 
     @property
     def stopped(self) -> bool:
@@ -161,28 +170,24 @@ class Worker:
     # -- the engine's side
 
     def resume(self, message: Any) -> None:
-        """Runs the block until it waits again."""
-        engine = greenlet.getcurrent()
-        if engine is not self._engine:  # the block goes back to whoever runs it on
-            self._engine = self._greenlet.parent = engine
-        self._modes.enter()
+        """Runs the block until it waits again, or has ended. Raises what interrupted it."""
+        self._engine = self._greenlet.parent = greenlet.getcurrent()  # the block goes back to whoever runs it on
         try:
             self._greenlet.switch(message)
         finally:
-            self._modes.leave()
+            if self.interrupt is not None:
+                raise self._interrupt_taken()
 
     def throw(self, error: BaseException) -> None:
-        """Raises `error` in the block, where it waits."""
-        engine = greenlet.getcurrent()
-        if engine is not self._engine:  # the block goes back to whoever runs it on
-            self._engine = self._greenlet.parent = engine
-        self._modes.enter()
+        """Raises `error` in the block, where it waits, and runs it until it waits again."""
+        self._engine = self._greenlet.parent = greenlet.getcurrent()
         try:
             self._greenlet.throw(error)
         finally:
-            self._modes.leave()
+            if self.interrupt is not None:
+                raise self._interrupt_taken()
 
-    def interrupt_taken(self) -> BaseException:
+    def _interrupt_taken(self) -> BaseException:
         """What interrupted the block, to be raised: its traceback leads to this worker, which does not keep it."""
         interrupt, self.interrupt = self.interrupt, None
         assert interrupt is not None
@@ -194,19 +199,22 @@ class Worker:
     def kill(self) -> None:
         """Ends a block that is still running; its `finally` clauses run."""
         if self._greenlet and not self._greenlet.dead:
+            self.done = True
             self.throw(greenlet.GreenletExit())
         self.done = True
         self._held.clear()
         self.passing = None
         vars(self._greenlet).pop("worker", None)  # the cycle that would keep this worker
-        self._engine = None
         self.body = self.finalize = lambda: None
 
     def _run(self, _: Any = None) -> None:
+        self._modes.arrive()
         try:
-            self.returned = self.body()
-            self.move_on()
-            self._check_past()
+            with self._modes.own():
+                self.returned = self.body()
+            self._move_on()
+            self._check_shown()
+            self._look_back()
             self.finalize()
         except greenlet.GreenletExit:  # `kill` ended it: nobody asks what became of it
             pass
@@ -215,10 +223,13 @@ class Worker:
         except BaseException as error:
             self.interrupt = error
         finally:
+            if self.slot is not None and self in self.slot.workers:
+                self.slot.workers.remove(self)
             self.done, self.slot, self.passing = True, None, None
             self._held.clear()
             self._past.clear()
             self._shown.clear()
+            self._modes.depart()
 
     # -- the block's side
 
@@ -232,18 +243,19 @@ class Worker:
 
     def read(self, channel: Channel, selection: Selection = WHOLE) -> Any:
         """The value of `channel` in the block's step: waits for it, and hands out a private copy."""
-        self.reach(channel, selection)
-        if self._held:
-            self._settle()  # before it is known what is held: of what was changed, other copies are out of date
-            held = self._holding(channel, selection)
-            if held is not None:
-                return held.value
-        value = self._copy(channel, selection)
-        held = (Held if isinstance(value, Tensor) else HeldNest)(channel, selection, value, self.step)
-        self._held.append(held)
-        if torch.is_grad_enabled() and channel.writable and held.requires_grad:
-            self._put(channel, selection, value)  # the model goes on from the copy, so what follows depends on it
-        return value
+        with self._modes:
+            self._reach(channel, selection)
+            if self._held:
+                self._settle()  # before it is known what is held: of what was changed, other copies are out of date
+                held = self._holding(channel, selection)
+                if held is not None:
+                    return held.value
+            value = self._copy(channel, selection)
+            held = (Held if isinstance(value, Tensor) else HeldNest)(channel, selection, value, self.step)
+            self._held.append(held)
+            if is_grad_enabled() and channel.writable and held.requires_grad:
+                self._put(channel, selection, value)  # the model goes on from the copy: what follows depends on it
+            return value
 
     def write(self, channel: Channel, value: Any, selection: Selection = WHOLE) -> None:
         """Puts `value` in the place of what passes at `channel`."""
@@ -254,60 +266,64 @@ class Worker:
                 f"{channel.name} was assigned a tensor of a transform of torch.func (vmap, grad), which the model "
                 "cannot go on with: assign what the transform returns."
             )
-        self.reach(channel, selection)
-        held = self._holding(channel, selection)
-        if held is not None and held.value is value:
-            return  # `x.value += y`: the edit was made in place, and is seen when the block moves on
-        self._settle()
-        channel.check(held.value if held is not None else self._copy(channel, selection), value)
-        self._put(channel, selection, self._given(value))
-        self._forget(channel.memory)
+        with self._modes:
+            self._reach(channel, selection)
+            held = self._holding(channel, selection)
+            if held is not None and held.value is value:
+                return  # `x.value += y`: the edit was made in place, and is seen when the block moves on
+            self._settle()
+            channel.check(held.value if held is not None else self._copy(channel, selection), value)
+            self._put(channel, selection, self._given(value))
+            self._forget(channel.memory)
 
     def _given(self, value: Any) -> Any:
         """What the block assigned, to be written: it may change it as soon as it runs on."""
         return value
 
-    def reach(self, channel: Channel, selection: Selection = WHOLE) -> None:
+    def _reach(self, channel: Channel, selection: Selection) -> None:
         """Waits until `channel`'s site passes in the block's step; `selection` is what is wanted of it."""
         interleaver = self.interleaver
-        slot = interleaver.slot(channel.site)
+        slot = interleaver.slots[channel.site]
         if self.passing is not None:
             if slot is self.slot and self.waiting_step == self.step:
                 return
-            self.move_on()
+            self._move_on()
         now = interleaver.step
         if self.step < now or (self.step == now and slot.passed == interleaver.clock):
             raise OutOfOrder(self._too_late(channel.name))
         if not slot.open:
             interleaver.open(slot)
+        self.slot, self.wanted, self.waiting_step = slot, channel.name, self.step
         self.awaited = channel if selection is WHOLE else None
-        self.passing = self._wait(slot, channel.name)
+        if self.step == now:
+            slot.workers.append(self)
+        self.passing = self._wait()
 
     def reach_step(self, step: int) -> bool:
         """Waits until `step` begins; False when the request ends before."""
-        self.move_on()
-        self._check_past()
-        now = self.interleaver.step
-        if step < now:
-            raise OutOfOrder(f"Step {step} was asked for in step {now}: steps come in order, once.")
-        if step == now:
-            self._forget_past()
-            return True
-        self.step = step
-        is_there = bool(self._wait(None, f"step {step}"))
-        self._forget_past()  # not before: while its step goes on, an engine may have copies too
-        return is_there
+        with self._modes:
+            self._move_on()
+            self._check_shown()
+            now = self.interleaver.step
+            if step < now:
+                raise OutOfOrder(f"Step {step} was asked for in step {now}: steps come in order, once.")
+            if step == now:
+                return True
+            self.step = step
+            return self._wait_for_step()
 
     def await_step(self) -> None:
         """Waits until the block's step has begun, without leaving the site it stands at."""
         if self.step > self.interleaver.step:
-            self.move_on()
-            if not self._wait(None, f"step {self.step}"):
+            with self._modes:
+                self._move_on()
+                is_there = self._wait_for_step()
+            if not is_there:
                 raise NotReached(f"Step {self.step} never came: the request ended after step {self.interleaver.step}.")
         elif self.step < self.interleaver.step:
             raise OutOfOrder(self._too_late(f"step {self.step}"))
 
-    def move_on(self) -> None:
+    def _move_on(self) -> None:
         """Leaves the site the block stands at: what it changed goes back to the model."""
         if self.passing is None:
             return
@@ -318,36 +334,40 @@ class Worker:
         self._held = []
         self.passing = None
         if len(self._past) > self._many:
-            self._forget_past()
+            self._look_back()
 
-    def _wait(self, slot: Slot | None, wanted: str) -> Any:
-        self._modes.check()
-        self.slot, self.wanted, self.waiting_step = slot, wanted, self.step
-        assert self._engine is not None
-        return self._engine.switch()
+    def _wait_for_step(self) -> bool:
+        self.slot, self.wanted, self.waiting_step = None, f"step {self.step}", self.step
+        return bool(self._wait())
 
-    def aside(self) -> AbstractContextManager[object]:
+    def _wait(self) -> Any:
+        """Until the engine runs the block on."""
+        if self.done:
+            raise greenlet.GreenletExit  # it is being ended, and asks for something in a `finally`
+        self._modes.depart()
+        try:
+            return self._engine.switch()
+        finally:
+            self._modes.arrive()
+
+    @contextmanager
+    def aside(self) -> Generator[None]:
         """In which what the block asks for is computed as if it had set no mode of torch's."""
-        return self._modes.aside()
+        with self._modes:
+            yield
 
     def _copy(self, channel: Channel, selection: Selection) -> Any:
-        with self.aside():
-            if not torch.is_inference_mode_enabled():
-                return channel.read(self.passing, self, selection)
-            with torch.inference_mode(False), torch.no_grad():  # a tensor born in it has no version counter
-                return channel.read(self.passing, self, selection)
+        if not is_inference_mode_enabled():
+            return channel.read(self.passing, self, selection)
+        with torch.inference_mode(False), torch.no_grad():  # a tensor born in it has no version counter
+            return channel.read(self.passing, self, selection)
 
     def _put(self, channel: Channel, selection: Selection, value: Any) -> None:
-        with self.aside():
-            if torch.is_inference_mode_enabled() or not self._modes.is_inference:
-                channel.write(self.passing, self, selection, value)
-                return
-            with torch.inference_mode():  # the block has left it, in which alone the engine's tensors can be changed
-                channel.write(self.passing, self, selection, value)
+        channel.write(self.passing, self, selection, value)
 
     def _settle(self) -> None:
         """Writes back what was changed; other copies of the same memory are then out of date, and left behind."""
-        changed = [held for held in self._held if held.changed]
+        changed: list[AnyHeld] = list(filter(CHANGED, self._held))
         if not changed:
             return
         for one, two in itertools.combinations(changed, 2):
@@ -385,11 +405,18 @@ class Worker:
         self._put(channel, held.selection, held.value)
         held.settled()
 
-    def _check_past(self) -> None:
+    def _check_shown(self) -> None:
         shown, self._shown = self._shown, {}
         for name, (tensor, version) in shown.items():
             if tensor._version != version:
                 raise EditMismatch(READ_ONLY.format(name=name))
+
+    def _look_back(self) -> None:
+        """Refuses a change of what the block has moved past, and forgets the copies that nobody has any more.
+
+        At the block's end, and when as many have come again as were kept the last time: each is looked at a few times,
+        however many steps there are.
+        """
         for past in self._past:
             if past.changed:
                 self._past, name = [], past.channel.name
@@ -397,12 +424,8 @@ class Worker:
                     f"{name} of step {past.step} was changed in place after the block had moved past it, so the change "
                     "could not reach the model. Change it before the next read, or `.clone()` it for scratch."
                 )
-
-    def _forget_past(self) -> None:
-        """Lets go of the copies that nobody has any more, and that are as they were."""
-        if self._past:
-            self._past = [past for past in self._past if past.anywhere or past.changed]
-            self._many = 2 * len(self._past) + MANY
+        self._past = [past for past in self._past if past.anywhere]
+        self._many = 2 * len(self._past) + MANY
 
     def _too_late(self, name: str) -> str:
         stood = self.slot is not None and self.waiting_step <= self.interleaver.step

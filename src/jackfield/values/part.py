@@ -20,7 +20,7 @@ Picks = int | slice | Sequence[int] | None
 class Server(Protocol):
     """What the parts of a model ask of its engine."""
 
-    def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel: ...
+    def channel(self, name: str, layer: int | None, call: int | None) -> Channel: ...
     def raw_channel(self, path: str, port: str) -> Channel: ...
     def step_value(self, name: str, worker: Worker) -> Any: ...
     def attention(self, layer: int) -> AttentionAnatomy: ...
@@ -33,18 +33,33 @@ class Server(Protocol):
     def support(self, layer: int | None) -> Mapping[str, str | None]: ...
 
 
+class _Channels(dict[str, Channel]):
+    """Where the values of a part are, each asked for once."""
+
+    __slots__ = ("_place", "_server")
+
+    def __init__(self, server: Server, *place: int | None) -> None:
+        self._server, self._place = server, place
+
+    def __missing__(self, name: str) -> Channel:
+        channel = self[name] = self._server.channel(name, *self._place)
+        return channel
+
+
 class Part(Bound):
     """Base of the model, its layers, their attention and MLP, and raw modules."""
 
-    __slots__ = ("_call", "_layer", "_path", "_server")
+    __slots__ = ("_call", "_channels", "_layer", "_path", "_server")
 
     _server: Server
     _path: str
     _layer: int | None
     _call: int | None
+    _channels: "_Channels"
 
     def __init__(self, server: Server, path: str, layer: int | None = None, call: int | None = None) -> None:
-        for name, item in (("_server", server), ("_path", path), ("_layer", layer), ("_call", call)):
+        own = {"_server": server, "_path": path, "_layer": layer, "_call": call}
+        for name, item in {**own, "_channels": _Channels(server, layer, call)}.items():
             object.__setattr__(self, name, item)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -61,14 +76,13 @@ class Part(Bound):
         if value.each_step:
             worker.await_step()
             return worker.show(value.name, self._server.step_value(value.name, worker))
-        return worker.read(self._server.channel(value.name, self._layer, self._call, worker.step), selection)
+        return worker.read(self._channels[value.name], selection)
 
     def write_value(self, value: Value, new: Any, selection: Selection) -> None:
         """Writes `new` in the place of the value."""
         if value.access == "r":
             raise EditMismatch(f"{value.name} can be read only.")
-        worker = self._worker(value.name)
-        worker.write(self._server.channel(value.name, self._layer, self._call, worker.step), new, selection)
+        self._worker(value.name).write(self._channels[value.name], new, selection)
 
     def _worker(self, name: str) -> Worker:
         worker = Worker.current()

@@ -15,8 +15,20 @@ import jackfield as jf
 from tests import zoo
 
 PROMPT = [5, 9, 17, 33]
-PUTTING_UP = ("begin", "start", "connect", "_wrap", "put_up", "_put_up", "_gate", "_listen", "_open", "enter")
-TAKING_DOWN = ("_close", "close", "disconnect", "_unwrap", "kill", "leave")
+PUTTING_UP = (
+    "begin",
+    "start",
+    "connect",
+    "_wrap",
+    "put_up",
+    "_put_up",
+    "_gate",
+    "_listen",
+    "_open",
+    "arrive",
+    "__exit__",
+)
+TAKING_DOWN = ("_close", "close", "disconnect", "_unwrap", "kill", "depart", "__enter__", "_put_away")
 HANDLING = frozenset((*PUTTING_UP, *TAKING_DOWN))
 
 

@@ -120,7 +120,7 @@ class TransformersEngine(LoadedEngine[PreTrainedModel]):
         assert self.model is not None  # EngineDied after `close`
         return self._lens.project(x, norm=norm)
 
-    def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel:
+    def channel(self, name: str, layer: int | None, call: int | None) -> Channel:
         return self.serving.channel(name, layer, call)
 
     def raw_channel(self, path: str, port: str) -> Channel:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from jackfield.errors import Unavailable
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import Slot
+from jackfield.interleave.worker import Slot, Slots
 
 Around = Callable[["Call"], AbstractContextManager[Any] | None]
 Change = Callable[[Any], Any]
@@ -110,9 +110,9 @@ class Extras:
 class Gate:
     """The gate of one module: up in a run, away after it, and kept for the next."""
 
-    def __init__(self, module: nn.Module, path: str, slot: Callable[[Site], Slot]) -> None:
+    def __init__(self, module: nn.Module, path: str, slots: Slots) -> None:
         self.module, self.path = module, path
-        self.before, self.after = slot(Site(path, Port.INPUT)), slot(Site(path, Port.OUTPUT))
+        self.before, self.after = slots[Site(path, Port.INPUT)], slots[Site(path, Port.OUTPUT)]
         self._extras: Extras | None = None
         self._interleaver: Interleaver | None = None  # elsewhere than at its home, and without one, calls go through
         self._replaced: Any = None

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from jackfield.engines.transformers.gate import Gate
 from jackfield.errors import UnsupportedModel
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import Slot
+from jackfield.interleave.worker import Slots
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Formula, LayerAnatomy
 
 AFTER_THE_OP = frozenset({"attention_premix", "attention_head_results"})
@@ -51,7 +51,7 @@ class Gates:
 
     def __init__(self, model: PreTrainedModel, anatomy: Anatomy) -> None:
         self.model, self.anatomy = model, anatomy
-        self.slots: dict[Site, Slot] = {}
+        self.slots = Slots()
         self.clock = 0
         self._made: dict[str, Gate] = {}
         self._standing: dict[str, _Standing] = {}
@@ -63,7 +63,7 @@ class Gates:
         """The gate of the module that stands at `path` now."""
         module, made = self._module(path), self._made.get(path)
         if made is None or made.module is not module:
-            made = self._made[path] = Gate(module, path, self._slot)
+            made = self._made[path] = Gate(module, path, self.slots)
         return made
 
     def gates_of(self, name: str) -> tuple[Gate, ...]:
@@ -126,9 +126,6 @@ class Gates:
         whole = [site.path for site in sites if site.port in (Port.INPUT, Port.OUTPUT)]
         paths = dict.fromkeys(each for path in whole for each in (*self.above(path), path))
         return Place(tuple(paths), tuple(site for site in sites if site.port not in (Port.INPUT, Port.OUTPUT)))
-
-    def _slot(self, site: Site) -> Slot:
-        return self.slots.setdefault(site, Slot(site))
 
     def renew(self) -> None:
         """A run begins: modules may have been replaced since the last."""

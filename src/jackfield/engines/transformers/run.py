@@ -141,7 +141,7 @@ class Run:
                 up[gate.path] = gate
                 gate.put_up(interleaver)
         for site in place.inside:
-            self._open(self.interleaver.slot(site))
+            self._open(self.interleaver.slots[site])
 
     def _attentions(self) -> Iterator[AttentionAnatomy]:
         attentions = (layer.attention for layer in self.anatomy.layers)

@@ -50,7 +50,7 @@ class AttentionTap:
     def slots(self, call: int) -> list[Slot]:
         """The slots of one call: operands, scores, pattern, head outputs."""
         if call not in self._slots:
-            self._slots[call] = [self.run.interleaver.slot(Site(self.anatomy.path, port, call)) for port in PORTS]
+            self._slots[call] = [self.run.interleaver.slots[Site(self.anatomy.path, port, call)] for port in PORTS]
         return self._slots[call]
 
     @property

@@ -102,10 +102,12 @@ class AlikeWorker(TracedWorker):
     def _held_together(self) -> Generator[None]:
         """The block runs on, with random states of its own, and then stands where it stands on the other ranks."""
         alike = self._alike
-        with alike.randomness.own():
-            yield
-        if not (alike.parted and self.error is not None):  # else it has been told
-            alike.check(self._standing)
+        try:
+            with alike.randomness.own():
+                yield
+        finally:  # also where it was interrupted: the other ranks ask
+            if not (alike.parted and self.error is not None):  # else it has been told
+                alike.check(self._standing)
 
     @property
     def _standing(self) -> str:

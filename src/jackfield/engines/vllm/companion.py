@@ -17,7 +17,7 @@ from jackfield.engines.vllm.traced_worker import TracedWorker
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Slot
+from jackfield.interleave.worker import Slots
 from jackfield.interventions.block import InterventionBlock
 from jackfield.trace.capture import Block
 from jackfield.trace.tracer import Tracer
@@ -85,7 +85,7 @@ class Companion:
         shipment: Shipment,
         engine: Any,
         model: Any,
-        slots: dict[Site, Slot],
+        slots: Slots,
         alike: Alike | None,
         foresight: Foresight,
     ) -> None:

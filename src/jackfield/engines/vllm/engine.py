@@ -281,7 +281,7 @@ class VllmEngine(Served):
 
     # -- what only a block can do
 
-    def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel:
+    def channel(self, name: str, layer: int | None, call: int | None) -> Channel:
         raise TracingError(f"{name} has a value only in vLLM's workers: read it inside a block.")
 
     def raw_channel(self, path: str, port: str) -> Channel:

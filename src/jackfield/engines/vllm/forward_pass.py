@@ -196,7 +196,7 @@ class ForwardPass:
         for each in waiting:
             companion = each.companion
             with Guard(companion):
-                companion.interleaver.resume(companion.worker, each)
+                companion.worker.resume(each)
         write_back(waiting, self._settle)
 
     def _settle(self, edited: Halves) -> None:
@@ -209,14 +209,14 @@ class ForwardPass:
 
     def meet_logits(self, logits: Tensor) -> None:
         """One row per request, in the batch's order."""
-        slot, tapped = self.host.slot(LOGITS), Tapped(logits)
+        slot, tapped = self.host.slots[LOGITS], Tapped(logits)
         slot.passed = self.clock
         workers, slot.workers = slot.workers, []
         for worker in workers:
             with self.guarded(worker):
                 placed = self.of[worker]
                 row = slice(placed.index, placed.index + 1)
-                worker.interleaver.resume(worker, Halves(tapped, row, placed.companion))
+                worker.resume(Halves(tapped, row, placed.companion))
 
     def meet_raw(self, slot: Slot, nest: Any, signature: Signature | None) -> None:
         """What a module was called with, or gave."""
@@ -224,7 +224,7 @@ class ForwardPass:
         workers, slot.workers = slot.workers, []
         for worker in workers:
             with self.guarded(worker):
-                worker.interleaver.resume(worker, RawPassing(nest, signature, self.rows_of(worker), self.total))
+                worker.resume(RawPassing(nest, signature, self.rows_of(worker), self.total))
 
     def guarded(self, worker: Worker) -> Guard:
         """In which whatever goes wrong is this block's own."""

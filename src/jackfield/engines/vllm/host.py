@@ -28,7 +28,7 @@ from jackfield.engines.vllm.taps import NOW
 from jackfield.errors import TracingError
 from jackfield.interleave.reference import Shared
 from jackfield.interleave.site import Site
-from jackfield.interleave.worker import Slot
+from jackfield.interleave.worker import Slots
 
 MOST_FATES: Final = 4096
 """How many are kept of requests whose client may have gone away."""
@@ -44,8 +44,8 @@ class Host:
     def __init__(self, sites: Sequence[Site], ranks: Ranks, seed: int) -> None:
         self._ranks, self._seed = ranks, seed
         self.is_alone = ranks.size == 1
-        self.slots: dict[Site, Slot] = {}
-        self.numbered = [self.slot(site) for site in sites]
+        self.slots = Slots()
+        self.numbered = [self.slots[site] for site in sites]
         self.companions: dict[str, Companion] = {}
         self.fates: dict[str, Fate] = {}  # by the client's names
         self.shared: dict[str, Shared] = {}
@@ -62,12 +62,6 @@ class Host:
         self._stillborn: list[str] = []  # whose blocks could not be begun in this step
         self.tables: Tables | None = None  # of requests whose interventions need no Python
         self.early: Set[Site] = frozenset()  # what is kept until the attention op is there, for blocks that name it
-
-    def slot(self, site: Site) -> Slot:
-        """The one slot of a site."""
-        if site not in self.slots:
-            self.slots[site] = Slot(site)
-        return self.slots[site]
 
     # -- requests
 
@@ -254,7 +248,7 @@ class Host:
         """What the model's forward returned: the final norm's output."""
         if self.now is not None and isinstance(hidden_states, Tensor):
             self.keep(FINAL_NORM, hidden_states, None)
-            self.now.meet(self.slot(FINAL_NORM), hidden_states, None)
+            self.now.meet(self.slots[FINAL_NORM], hidden_states, None)
 
 
 def of_placed(requests: Mapping[str, Companion], rows: Sequence[Row]) -> list[Placed]:

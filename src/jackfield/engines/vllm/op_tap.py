@@ -14,7 +14,7 @@ from jackfield.engines.vllm.attention import OpFacts, PagedAttention, left_behin
 from jackfield.engines.vllm.cache import CacheReader
 from jackfield.engines.vllm.taps import NOW
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import Slot, Worker
+from jackfield.interleave.worker import Slot, Slots, Worker
 
 if TYPE_CHECKING:
     from jackfield.engines.vllm.forward_pass import ForwardPass
@@ -32,7 +32,7 @@ class OpTap:
         layer: Any,
         path: str,
         facts: OpFacts,
-        slots: Callable[[Site], Slot],
+        slots: Slots,
         blocks: Blocks,
         slot_mapping: Callable[[str], Tensor],
     ) -> None:
@@ -41,7 +41,7 @@ class OpTap:
         self.feeds: int | None = None  # the tap, by number, of a projection that is given what the op made
         self._blocks, self._slot_mapping = blocks, slot_mapping
         ports = (Port.ATTEND, Port.SCORES, Port.PATTERN, Port.HEADS)
-        self._attend, *self._after = (slots(Site(path, port)) for port in ports)
+        self._attend, *self._after = (slots[Site(path, port)] for port in ports)
         self._views: dict[Worker, PagedAttention] = {}
 
     def put_up(self) -> None:
@@ -84,7 +84,7 @@ class OpTap:
         for worker in workers:
             with now.guarded(worker):
                 view = self._views[worker] = self._view(now, worker, (q, k, v), cache)
-                worker.interleaver.resume(worker, view)
+                worker.resume(view)
                 if view.edited & {"k", "v"}:
                     self._put_again(now.rows_of(worker), k, v, cache)
 
@@ -109,7 +109,7 @@ class OpTap:
             workers, slot.workers = now.arrived(slot), []
             for worker in workers:
                 with now.guarded(worker):
-                    worker.interleaver.resume(worker, viewed(worker, slot))
+                    worker.resume(viewed(worker, slot))
         views, self._views = self._views, {}
         for worker, view in views.items():
             with now.guarded(worker):

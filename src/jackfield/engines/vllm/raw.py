@@ -59,7 +59,7 @@ class Gates:
 
     def _gate(self, path: str, module: nn.Module) -> None:
         forward, signature = module.forward, inspect.signature(module.forward)
-        entering, leaving = (self._host.slot(Site(path, port, RAW)) for port in (Port.INPUT, Port.OUTPUT))
+        entering, leaving = (self._host.slots[Site(path, port, RAW)] for port in (Port.INPUT, Port.OUTPUT))
 
         def gated(*args: Any, **kwargs: Any) -> Any:
             now = cast("ForwardPass | None", NOW.get())

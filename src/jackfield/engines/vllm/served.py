@@ -25,7 +25,7 @@ class Served(Engine):
     tree: nn.Module
     channels: Mapping[tuple[str, int | None], Channel]
 
-    def channel(self, name: str, layer: int | None, call: int | None, step: int) -> Channel:
+    def channel(self, name: str, layer: int | None, call: int | None) -> Channel:
         found = self.channels.get((name, layer))
         if found is None:
             title = name if layer is None else f"layers.{layer}.{name}"

@@ -70,7 +70,7 @@ class WorkerEngine(Served):
         self._gates = Gates(self.loaded, self.host)
         self._raw: dict[tuple[str, str], RawChannel] = {}
         self._op_taps = [
-            OpTap(name, layer, paths[id(layer)], op_facts(layer), self.host.slot, self._blocks, self.rows.slot_mapping)
+            OpTap(name, layer, paths[id(layer)], op_facts(layer), self.host.slots, self._blocks, self.rows.slot_mapping)
             for name, layer in self.ops.items()
             if is_listened_to(layer)
         ]
@@ -158,7 +158,7 @@ class WorkerEngine(Served):
     def arm(self, places: Sequence[Place]) -> None:
         """Has graphs ready; nothing where passes have none for blocks."""
         named = [place for place in places if not place.value.each_step]
-        self.rows.arm(Armed(self.host.cuts(self.channel(place.name, place.layer, None, 0).site for place in named)))
+        self.rows.arm(Armed(self.host.cuts(self.channel(place.name, place.layer, None).site for place in named)))
 
     def settle_graphs(self) -> None:
         """Graphs are about to be captured."""
