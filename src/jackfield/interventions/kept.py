@@ -49,6 +49,8 @@ class AllRows(Kept):
     def result(self) -> Tensor:
         if not self._rows:
             return self._nothing
+        if len(self._rows) == 1:
+            return self._rows[0].contiguous()
         if self._rows[0].ndim == 1:
             return torch.cat(self._rows)
         width = self._rows[-1].shape[-1]

@@ -37,11 +37,18 @@ class Tabled:
     """One request beside the passes. `seen` positions have passed."""
 
     def __init__(
-        self, name: str, program: Program, selected: Mapping[Positions, Selected], segments: Sequence[Segment]
+        self,
+        name: str,
+        program: Program,
+        selected: Mapping[Positions, Selected],
+        segments: Sequence[Segment],
+        *,
+        most: int,
+        turn: int,
     ) -> None:
         self.name, self.program, self.selected, self.segments = name, program, selected, segments
         self.seen = 0
-        self.trail = Trail(program.form.keepers, selected)
+        self.trail = Trail(program.form.keepers, selected, most, turn)
         self._here = 0  # the segment of the newest position
 
     def sites(self, start: int, stop: int) -> set[Site]:
@@ -106,7 +113,8 @@ class Tables:
         if segments is None:
             self._let_go(known.program)
             return False
-        self.requests[request_id] = Tabled(name, known.program, selected, segments)
+        turn = len(self.requests)
+        self.requests[request_id] = Tabled(name, known.program, selected, segments, most=end, turn=turn)
         return True
 
     def _program(self, payload: bytes, known: Places) -> "_Known":

@@ -1,7 +1,8 @@
 """What a request's rows have left behind, from pass to pass, on its way to `Result.saved`.
 
 Rows leave the device at the end of their pass, on a stream of their own, into pinned memory, all requests' together.
-Nobody waits for them before the request has ended.
+Nobody waits for them before the request has ended. While passes run, and the host has time, requests take out what has
+come, each at steps of its own: little is left to be done when they end, many at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,10 @@ from jackfield.interventions.kept import AllRows, LastRow, MeanRow
 from jackfield.interventions.kept import Kept as Keeping
 from jackfield.interventions.positions import Selected
 
-LONG: Final = 128
-"""How many passes' rows a request leaves with all others' before it takes its own out."""
+LONG: Final = 8
+"""Of how many passes a request takes out its own rows at once. Those of the newest two times so many stay: the device
+may still be at the newest of all.
+"""
 STEPS: Final = 64
 CHUNK_BYTES: Final = 2**25
 """Of pinned memory, for so many steps at most."""
@@ -113,12 +116,31 @@ class Gathered:
 
 @dataclass(slots=True)
 class _Own:
-    """Rows of chunks that were alike, taken out: {dtype: [row, column]} at these positions."""
+    """Rows of chunks that were alike, taken out: {dtype: [row, column]}, with room for more, at these positions."""
 
     tensors: Mapping[torch.dtype, Tensor]
     first: Mapping[Kept, int]
-    positions: Sequence[int]
+    positions: list[int] = field(default_factory=list[int])
     _meant: dict[Selected, list[int] | None] = field(default_factory=dict[Selected, list[int] | None])
+
+    @classmethod
+    def like(cls, chunk: Chunk, most: int) -> "_Own":
+        """With room for so many rows like a chunk's; what is never written takes no memory."""
+        made = {dtype: torch.empty(most, each.shape[-1], dtype=dtype) for dtype, each in chunk.tensors.items()}
+        return cls(made, chunk.first)
+
+    def take(self, run: "_Run") -> None:
+        """The next rows."""
+        start = len(self.positions)
+        for dtype, tensor in self.tensors.items():
+            rows = run.rows(dtype)
+            tensor[start : start + len(rows)] = rows
+        self.positions += run.positions
+
+    def end(self) -> None:
+        """No more rows will come: room that is left over is given back."""
+        if any(len(each) > len(self.positions) for each in self.tensors.values()):
+            self.tensors = {dtype: each[: len(self.positions)].clone() for dtype, each in self.tensors.items()}
 
     def meant(self, selected: Selected) -> list[int] | None:
         """Which of the rows are meant; None where all are."""
@@ -154,11 +176,12 @@ class _Run:
 class Trail:
     """The rows of one request, in the order of its positions."""
 
-    def __init__(self, keepers: Sequence[Keeper], selected: Mapping[Any, Selected]) -> None:
-        self._keepers, self._selected = keepers, selected
+    def __init__(self, keepers: Sequence[Keeper], selected: Mapping[Any, Selected], most: int, turn: int = 0) -> None:
+        """Of `most` positions at most; `turn`: any number, by which requests do not all take their rows out at once."""
+        self._keepers, self._selected, self._most = keepers, selected, most
         self._parts: list[Gathered | _Own] = []
         self._runs: list[_Run] = []  # the newest
-        self._count = 0
+        self._longest = 1 + turn % LONG  # of the first run
 
     def gathered(self, part: Gathered) -> None:
         """What an eager pass has given, site by site."""
@@ -169,18 +192,21 @@ class Trail:
         """Rows `start` to before `stop` of the newest step of a chunk."""
         step = len(chunk.events) - 1
         last = self._runs[-1] if self._runs else None
-        if last is not None and last.joins(chunk, step, start, stop):
+        if last is not None and last.steps < self._longest and last.joins(chunk, step, start, stop):
             last.steps += 1
             last.positions += positions
-        else:
-            if self._count >= LONG:
-                self._take_out()
-            self._runs.append(_Run(chunk, step, start, stop, positions))
-        self._count += 1
+            return
+        if last is not None and last.steps == self._longest and last.stop == last.start + 1:
+            self._longest = LONG
+        self._runs.append(_Run(chunk, step, start, stop, positions))
+        self._take_out(newest=2)
 
     def saved(self) -> dict[str, Tensor]:
         """What `Result.saved` has of it. NotReached where nothing came that could be reduced."""
         self._take_out()
+        for part in self._parts:
+            if isinstance(part, _Own):
+                part.end()
         return {str(keeper.place): self._result(keeper) for keeper in self._keepers}
 
     def _result(self, keeper: Keeper) -> Tensor:
@@ -201,17 +227,21 @@ class Trail:
                 made.add(rows if own is None else rows[own])
         return made.result()
 
-    def _take_out(self) -> None:
-        """Takes the rows out of the chunks that they share with other requests."""
-        taken, self._runs, self._count = self._runs, [], 0
-        while taken:
-            first = taken[0].chunk.first
-            alike = next((index for index, each in enumerate(taken) if each.chunk.first is not first), len(taken))
-            runs, taken = taken[:alike], taken[alike:]
-            for run in runs:
-                _wait(run.chunk.events[run.step + run.steps - 1])
-            tensors = {dtype: torch.cat([run.rows(dtype) for run in runs]) for dtype in runs[0].chunk.tensors}
-            self._parts.append(_Own(tensors, first, [position for run in runs for position in run.positions]))
+    def _take_out(self, newest: int = 0) -> None:
+        """Takes rows out of the chunks that they share with other requests; those of the `newest` runs stay."""
+        split = len(self._runs) - newest
+        taken, self._runs = self._runs[:split], self._runs[split:]
+        for run in taken:
+            _wait(run.chunk.events[run.step + run.steps - 1])
+            self._own_like(run.chunk).take(run)
+
+    def _own_like(self, chunk: Chunk) -> _Own:
+        """Where rows of such a chunk go: behind those of the newest part, if they are alike."""
+        last = self._parts[-1] if self._parts else None
+        if not isinstance(last, _Own) or last.first is not chunk.first:
+            last = _Own.like(chunk, self._most)
+            self._parts.append(last)
+        return last
 
 
 def _keeping(keeper: Keeper) -> Keeping:
