@@ -134,11 +134,14 @@ class InPieces(Manager):
 
     def capture(self, *_: Any, progress_bar_desc: str = "") -> None:
         for descriptor in self._capture_descs["pieces"]:
+            self.captures.append((descriptor.name, isinstance(NOW.get(), Capture)))
             for piece in self.pieces:
-                piece.concrete_cudagraph_entries[descriptor.name] = f"{progress_bar_desc} {id(NOW.get())}"
+                piece.concrete_cudagraph_entries[descriptor.name] = f"capture {len(self.captures)}"
 
 
-def test_pieces_have_graphs_of_each_set_from_the_second_time_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_have_graphs_of_each_set_from_the_second_time_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Kills: graphs of one set in another's place, and a capture for what is wanted once."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     pieces = [Piece(), Piece()]
@@ -164,6 +167,10 @@ def test_pieces_have_graphs_of_each_set_from_the_second_time_on(monkeypatch: pyt
     assert pieces[1].concrete_cudagraph_entries == own
     assert stats.captured == 2
     assert not graphs.Graphs(manager, SITES, stats, list).takes_pieces(small, first)
+    with caplog.at_level("WARNING"):
+        kept.distrust_pieces()
+    assert "slower, and right" in caplog.text
+    assert not kept.takes_pieces(small, second)
 
 
 class Op:

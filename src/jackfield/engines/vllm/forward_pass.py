@@ -108,6 +108,11 @@ class ForwardPass:
                 companion.interleaver.too_late(worker)
         return False
 
+    @property
+    def is_again(self) -> bool:
+        """Whether it runs a second time."""
+        return self._again
+
     def begin_again(self) -> None:
         """The same pass runs a second time, with every tap alive: what blocks wrote in the first is written again."""
         self._again, self._replayed = True, False

@@ -11,6 +11,7 @@ Which sites a block will want is what it has wanted so far. Where it wants anoth
 graphs, with the same edits, and the site is armed from then on: right first, fast from the second time.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -189,6 +190,7 @@ class Graphs:
         self._manager, self._sites, self._stats, self._pieces = manager, sites, stats, pieces
         self.launch: TableLaunch | None = None  # set where there are tables
         self._sets: OrderedDict[Armed, _Set] = OrderedDict()
+        self._distrusted = False
         self._wanted_once: dict[tuple[Any, Armed], None] = {}
         self._arguments: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         self._capture: Callable[..., Any] = manager.capture
@@ -206,7 +208,7 @@ class Graphs:
 
     def takes_pieces(self, descriptor: Any, armed: Armed) -> bool:
         """Whether a pass in pieces has graphs: those of a set are made when a size of it is wanted a second time."""
-        if not self._pieces():
+        if self._distrusted or not self._pieces():
             return False
         if not armed or self._serving(descriptor, armed):
             return True
@@ -217,6 +219,14 @@ class Graphs:
         if len(self._wanted_once) > MOST_WANTED:
             del self._wanted_once[next(iter(self._wanted_once))]
         return False
+
+    def distrust_pieces(self) -> None:
+        """A pass through pieces was not what it is without graphs: none is armed from now on."""
+        self._distrusted = True
+        logging.getLogger(__name__).warning(
+            "The CUDA graphs of a prompt did not compute what the model does without them. Prompts with blocks or "
+            "interventions take no graphs from now on: they are slower, and right."
+        )
 
     def _serving(self, descriptor: Any, armed: Armed) -> list[Armed]:
         return [each for each, of_set in self._sets.items() if descriptor in of_set.known and each.serves(armed)]

@@ -52,6 +52,7 @@ class Runner(ABC):
         self.traced = self.eager = self.uncompiled = False
         self.armed = self.taken = NOTHING  # what the next pass wants, and what its graph has
         self.in_pieces = False  # whether its graphs are those between attention ops
+        self.unproven = False  # whether these were captured for it, and have not been replayed before
         self.launch: TableLaunch | None = None
         self.stats = Stats()
         self._undone: list[Callable[[], None]] = []
@@ -70,6 +71,9 @@ class Runner(ABC):
     def taking(self) -> AbstractContextManager[None]:
         """While it is open, a pass in pieces takes the graphs of `taken`."""
         return nullcontext()
+
+    def distrust_pieces(self) -> None:  # noqa: B027 - where there are none
+        """Passes in pieces were not right: there are none any more."""
 
     @abstractmethod
     def settle_graphs(self, watch: Watch) -> None:
@@ -215,7 +219,7 @@ class SecondRunner(Runner):
             return prepared
 
         def dispatched(dispatch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self.in_pieces = False
+            self.in_pieces = self.unproven = False
             chosen = dispatch(*args, **(kwargs | {"need_eager": True} if self._graphless() else kwargs))
             if (taken := self._armed(chosen)) is not None:
                 return taken
@@ -257,6 +261,10 @@ class SecondRunner(Runner):
     def taking(self) -> AbstractContextManager[None]:
         return self._graphs.taking(self.taken) if self.taken and self._graphs is not None else nullcontext()
 
+    def distrust_pieces(self) -> None:
+        if self._graphs is not None:
+            self._graphs.distrust_pieces()
+
     def _pieces(self) -> list[Any]:
         """What keeps the graphs of this model's compiled pieces; other engines of this process have their own."""
         made = foreign("vllm.compilation.cuda_graph", "CUDAGraphWrapper")._all_instances
@@ -279,7 +287,9 @@ class SecondRunner(Runner):
         if self.in_pieces and not self._graphs.takes_pieces(descriptor, self.armed):
             self.in_pieces = False
             return None
+        captured = self.stats.captured
         self.taken = self._graphs.ensure(descriptor, self.armed) if self.armed else NOTHING
+        self.unproven = self.in_pieces and self.stats.captured > captured
         self.stats.armed += 1
         self.stats.tabled += bool(self.taken.tables)
         return chosen
