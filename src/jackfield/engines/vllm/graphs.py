@@ -13,7 +13,7 @@ graphs, with the same edits, and the site is armed from then on: right first, fa
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -187,7 +187,8 @@ class Graphs:
     """The graphs of vLLM's second runner, by armed set. `pieces` are what keeps the graphs between attention ops."""
 
     def __init__(self, manager: Any, sites: Mapping[int, Site], stats: Stats, pieces: Callable[[], list[Any]]) -> None:
-        self._manager, self._sites, self._stats, self._pieces = manager, sites, stats, pieces
+        self._manager, self._sites, self._stats, self._find_pieces = manager, sites, stats, pieces
+        self._pieces: Sequence[Any] = ()  # none before vLLM has compiled them
         self.launch: TableLaunch | None = None  # set where there are tables
         self._sets: OrderedDict[Armed, _Set] = OrderedDict()
         self._distrusted = False
@@ -199,7 +200,9 @@ class Graphs:
     def _remembered(self, *args: Any, **kwargs: Any) -> Any:
         """Vllm's own capture, at start-up: what it is called with serves for ours."""
         self._arguments = args, kwargs
-        return self._capture(*args, **kwargs)
+        captured = self._capture(*args, **kwargs)
+        self._pieces = self._find_pieces()
+        return captured
 
     @property
     def ready(self) -> bool:
@@ -208,7 +211,7 @@ class Graphs:
 
     def takes_pieces(self, descriptor: Any, armed: Armed) -> bool:
         """Whether a pass in pieces has graphs: those of a set are made when a size of it is wanted a second time."""
-        if self._distrusted or not self._pieces():
+        if self._distrusted or not self._pieces:
             return False
         if not armed or self._serving(descriptor, armed):
             return True
@@ -266,7 +269,7 @@ class Graphs:
 
     @contextmanager
     def _in_place(self, of_set: _Set) -> Generator[None]:
-        pieces = self._pieces()
+        pieces = self._pieces
         held, of_pieces = self._manager.graphs, [piece.concrete_cudagraph_entries for piece in pieces]
         self._manager.graphs = of_set.full
         for piece in pieces:
