@@ -1,5 +1,6 @@
 """Ctrl-C while blocks, gates and taps are put up or taken down: wherever it comes, the model is as it was."""
 
+import linecache
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,18 +39,27 @@ def everything(model: Any, t: Any) -> None:
 
 
 class Ticks:
-    """Counts the lines run in functions that put up and take down; raises at one of them, as Ctrl-C would."""
+    """Counts the lines run in functions that put up and take down; raises at one of them, as Ctrl-C would.
+
+    Not where a `with` ends: Python goes back to its line before it calls `__exit__`, and handles no signal in between.
+    """
 
     def __init__(self, at: int | None = None) -> None:
         self.at, self.count = at, 0
+        self._last: dict[FrameType, int] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         ours = frame.f_code.co_name in HANDLING and "jackfield/" in frame.f_code.co_filename
-        if ours and event in ("call", "line"):
+        if ours and event in ("call", "line") and not self._ends_a_with(frame):
             self.count += 1
             if self.count == self.at:
                 raise KeyboardInterrupt
         return self if ours else None
+
+    def _ends_a_with(self, frame: FrameType) -> bool:
+        before, self._last[frame] = self._last.get(frame, 0), frame.f_lineno
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        return frame.f_lineno < before and line.lstrip().startswith("with ")
 
 
 @contextmanager
