@@ -14,9 +14,10 @@ from torch import Tensor
 
 from jackfield.engines.engine import Engine
 from jackfield.engines.intervened import with_interventions
+from jackfield.engines.named import engine_named
 from jackfield.engines.prompt import One, parse_prompts
 from jackfield.engines.request import Sampling
-from jackfield.errors import EditMismatch, InvalidRequest, TracingError, UnknownValue, near
+from jackfield.errors import EditMismatch, InvalidRequest, TracingError, UnknownValue
 from jackfield.harvest.asked import Limits
 from jackfield.harvest.harvesting import harvest
 from jackfield.harvest.reading import Harvest
@@ -34,8 +35,6 @@ from jackfield.values.part import Part, ValuePart, value_names
 from jackfield.values.root import RootValues
 from jackfield.values.synonyms import suggestion
 from jackfield.values.tree import submodules
-
-ENGINES = ("transformers", "vllm", "llama")
 
 
 class Model(RootValues, ValuePart):
@@ -68,7 +67,7 @@ class Model(RootValues, ValuePart):
         **options: Any,
     ) -> None:
         sites = _sites(arm)  # before a model is loaded for nothing
-        super().__init__(_engine(engine, model, dtype, device, family, options), "")
+        super().__init__(engine_named(engine, model, dtype, device, family, options), "")
         object.__setattr__(self, "_named", {})
         try:
             self._arm(sites)
@@ -369,24 +368,6 @@ def _sites(given: Any) -> list[Site]:
         return [parse_site(read_site(site)) for site in several]
     except ValueError as error:
         raise UnknownValue(f"arm: {error}") from None
-
-
-def _engine(name: str, model: Any, dtype: Any, device: Any, family: Any, options: dict[str, Any]) -> Engine:
-    if name == "transformers":
-        from jackfield.engines.transformers.engine import TransformersEngine
-
-        return TransformersEngine(model, dtype=dtype, device=device, family=family, **options)
-    if name == "llama":
-        from jackfield.engines.llama.engine import LlamaEngine
-
-        if family is not None:
-            raise InvalidRequest("family: the llama engine is one family; leave it out.")
-        return LlamaEngine(model, dtype=dtype, device=device, **options)
-    if name == "vllm":
-        from jackfield.engines.vllm.engine import VllmEngine
-
-        return VllmEngine(model, dtype=dtype, device=device, family=family, **options)
-    raise InvalidRequest(f"There is no engine {name!r}; engines are {', '.join(ENGINES)}.{near(str(name), ENGINES)}")
 
 
 def _run_awaited(model: Model, prompt: Any, block: Callable[[Model, Any], Any] | None, **arguments: Any) -> Any:

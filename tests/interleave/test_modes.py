@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils.flop_counter import FlopCounterMode
 
 import jackfield as jf
+from jackfield.interleave.channel import Channel, Selection
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Channel, Selection, Worker
+from jackfield.interleave.worker import Worker
 
 
 class Anywhere(Channel):

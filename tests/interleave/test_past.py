@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 import jackfield as jf
+from jackfield.interleave.channel import Channel, Selection
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Channel, Selection, Worker
+from jackfield.interleave.worker import Worker
 
 
 class Passed(Channel):

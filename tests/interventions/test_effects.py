@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import jackfield as jf
-from jackfield.interleave.worker import WHOLE, Channel, Selection, Worker
+from jackfield.interleave.channel import WHOLE, Channel, Selection
+from jackfield.interleave.worker import Worker
 from jackfield.interventions import positions as position_words
 from jackfield.interventions import rows, running
 from tests.contract.conftest import Subject

@@ -10,7 +10,8 @@ from rich.text import Text
 from transformers.utils import logging
 
 from jackfield.cli.terminal import busy
-from jackfield.model import ENGINES, Model
+from jackfield.engines.named import ENGINES
+from jackfield.model import Model
 from jackfield.settings import settings
 
 ModelOption = Annotated[

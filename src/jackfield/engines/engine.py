@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from jackfield.engines.prompt import Prompt, Tokenizer
 from jackfield.engines.request import Completion, Sampling
 from jackfield.errors import EngineDied, Unavailable
-from jackfield.interleave.worker import Channel, Worker
+from jackfield.interleave.channel import Channel
+from jackfield.interleave.worker import Worker
 from jackfield.interventions.places import Place
 from jackfield.trace.tracer import Tracer
 from jackfield.values.anatomy import AttentionAnatomy

@@ -26,7 +26,7 @@ from jackfield.engines.inline_engine import InlineEngine
 from jackfield.engines.prompt import Tokenizer
 from jackfield.engines.request import Limits
 from jackfield.errors import Unavailable, UnknownValue
-from jackfield.interleave.worker import Channel
+from jackfield.interleave.channel import Channel
 
 NO_MODULES = "the scripted engine has no modules at which raw tensors pass"
 

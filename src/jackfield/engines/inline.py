@@ -20,9 +20,10 @@ from jackfield.engines.company import Company
 from jackfield.engines.engine import Engine, Outcome, Request
 from jackfield.engines.progress import Progress
 from jackfield.engines.request import Logprob
+from jackfield.interleave.channel import WHOLE, Channel, Selection
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import WHOLE, Channel, Selection, Worker
+from jackfield.interleave.worker import Worker
 from jackfield.values.value import Value
 
 OPERANDS = (

@@ -20,8 +20,9 @@ from jackfield.engines.inline import Derivation, DerivedChannel, InlineChannel, 
 from jackfield.engines.prompt import Tokenizer
 from jackfield.engines.request import Limits, Sampling, admit
 from jackfield.errors import InvalidRequest, TracingError, Unavailable, UnknownValue
+from jackfield.interleave.channel import Channel
 from jackfield.interleave.modes import modes_restored
-from jackfield.interleave.worker import Channel, Worker
+from jackfield.interleave.worker import Worker
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, LayerAnatomy, Missing
 from jackfield.values.layer import Layer, part_at, values
 from jackfield.values.part import Part

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from jackfield.engines.inline import InlineChannel, InlineRun, Passing
 from jackfield.engines.transformers.channels import RawChannel, same_nest
 from jackfield.engines.transformers.gate import Gate
-from jackfield.interleave.worker import WHOLE, Channel, Selection, Worker
+from jackfield.interleave.channel import WHOLE, Channel, Selection
+from jackfield.interleave.worker import Worker
 from jackfield.values.attention import AttentionValues
 from jackfield.values.tree import named_modules
 

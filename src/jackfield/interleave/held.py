@@ -12,7 +12,7 @@ from torch import Tensor
 from jackfield.interleave.nest import tensors
 
 if TYPE_CHECKING:
-    from jackfield.interleave.worker import Channel, Selection
+    from jackfield.interleave.channel import Channel, Selection
 
 SMALL_BYTES: Final = 1 << 16
 """A copy up to this size is kept until it is looked at: that is cheaper than a witness of it that has no memory."""

@@ -10,7 +10,8 @@ from typing import Any
 from greenlet import getcurrent
 
 from jackfield.errors import NotReached, OutOfOrder
-from jackfield.interleave.worker import Slot, Slots, Worker
+from jackfield.interleave.channel import Slot, Slots
+from jackfield.interleave.worker import Worker
 
 
 class Interleaver:

@@ -7,8 +7,9 @@ from typing import Any, Protocol, SupportsIndex, cast, runtime_checkable
 from torch import Tensor, nn
 
 from jackfield.errors import EditMismatch, TracingError, UnknownValue
+from jackfield.interleave.channel import Channel, Selection
 from jackfield.interleave.reference import Bound
-from jackfield.interleave.worker import Channel, Selection, Worker
+from jackfield.interleave.worker import Worker
 from jackfield.values.anatomy import AttentionAnatomy
 from jackfield.values.synonyms import suggestion
 from jackfield.values.value import Value, num_heads

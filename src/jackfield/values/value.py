@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from jackfield.interleave.worker import WHOLE, Selection
+from jackfield.interleave.channel import WHOLE, Selection
 from jackfield.values.anatomy import AttentionAnatomy
 
 DECODE_STEP = "this engine's cache cannot be read back, so only step 0 has all the keys; read it on step 0"

@@ -13,8 +13,8 @@ import jackfield as jf
 from jackfield.engines.vllm import gathering
 from jackfield.engines.vllm.gathering import Halves, Tapped, gather, in_groups, write_back
 from jackfield.engines.vllm.passing import HeadsChannel, StreamChannel
+from jackfield.interleave.channel import WHOLE, Channel, Selection
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import WHOLE, Channel, Selection
 from tests import zoo
 from tests.engines.tiny_tokenizers import words
 from tests.engines.vllm import tiny

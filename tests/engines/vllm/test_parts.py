@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from jackfield.engines.vllm.parts import WHOLE_PART, Joint, Ranks, SideBySide, Summed
-from jackfield.interleave.worker import WHOLE, Selection
+from jackfield.interleave.channel import WHOLE, Selection
 from tests.engines.vllm.ranks_in_threads import on_ranks
 
 HEADS = torch.arange(24.0).view(2, 4, 3)  # token, head, width

@@ -21,7 +21,7 @@ from jackfield.engines.request import Limits
 from jackfield.engines.snapshot import snapshot
 from jackfield.engines.transformers.loading import parse_device, parse_dtype
 from jackfield.errors import Unavailable
-from jackfield.interleave.worker import Channel
+from jackfield.interleave.channel import Channel
 from jackfield.values.tree import submodule
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from jackfield.errors import Unavailable
+from jackfield.interleave.channel import Selection
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Selection
 from jackfield.values.anatomy import Projection
 
 NEGATIVE_INFINITY = float("-inf")

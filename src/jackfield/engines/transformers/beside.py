@@ -12,8 +12,8 @@ from torch import Tensor
 
 from jackfield.engines.transformers.attention_call import NEGATIVE_INFINITY, AttentionCall
 from jackfield.errors import Unavailable
+from jackfield.interleave.channel import Selection
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Selection
 
 
 @dataclass(slots=True)

@@ -15,9 +15,10 @@ from jackfield.engines.transformers.attention_call import AttentionCall
 from jackfield.engines.transformers.gate import Call
 from jackfield.engines.transformers.heads import cut
 from jackfield.errors import EditMismatch, Unavailable
+from jackfield.interleave.channel import WHOLE, Channel, Selection
 from jackfield.interleave.nest import private_copy
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import WHOLE, Channel, Selection, Worker
+from jackfield.interleave.worker import Worker
 from jackfield.values.anatomy import Formula, Projection
 
 ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a row's largest entry; other dtypes round: 5e-2

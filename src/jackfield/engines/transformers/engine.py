@@ -26,8 +26,9 @@ from jackfield.engines.transformers.run import Run
 from jackfield.engines.transformers.serving import Serving
 from jackfield.engines.transformers.witness import refuse_unwitnessed
 from jackfield.errors import InvalidRequest, TracingError, UnknownValue
+from jackfield.interleave.channel import Channel
 from jackfield.interleave.modes import modes_restored
-from jackfield.interleave.worker import Channel, Worker
+from jackfield.interleave.worker import Worker
 from jackfield.values.anatomy import AttentionAnatomy, Missing
 from jackfield.values.families.family import Family
 from jackfield.values.interface import AttentionFuser

@@ -20,9 +20,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from jackfield.errors import Unavailable
+from jackfield.interleave.channel import Slot, Slots
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import Slot, Slots
 
 Around = Callable[["Call"], AbstractContextManager[Any] | None]
 Change = Callable[[Any], Any]

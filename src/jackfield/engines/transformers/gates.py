@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from jackfield.engines.transformers.gate import Gate
 from jackfield.errors import UnsupportedModel
+from jackfield.interleave.channel import Slots
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import Slots
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Formula, LayerAnatomy
 
 AFTER_THE_OP = frozenset({"attention_premix", "attention_head_results"})

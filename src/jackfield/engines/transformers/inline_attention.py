@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from jackfield.engines.transformers.attention_call import NEGATIVE_INFINITY, AttentionCall
+from jackfield.interleave.channel import Selection
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Selection
 
 
 class Inline(AttentionCall):

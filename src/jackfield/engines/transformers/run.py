@@ -14,10 +14,11 @@ from jackfield.engines.transformers.gates import AFTER_THE_OP, Gates, Place
 from jackfield.engines.transformers.graph import beginning, begun, heads_of
 from jackfield.engines.transformers.listening import listen, listen_projection
 from jackfield.engines.transformers.tap import AttentionTap
+from jackfield.interleave.channel import Slot
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Port
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Slot, Worker
+from jackfield.interleave.worker import Worker
 from jackfield.values.anatomy import AttentionAnatomy, Missing, Projection
 from jackfield.values.attention import AttentionValues
 from jackfield.values.tree import RAW_NAMES, named_modules

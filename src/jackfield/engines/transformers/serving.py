@@ -17,8 +17,8 @@ from jackfield.engines.transformers.channels import (
     ScoresChannel,
 )
 from jackfield.errors import Unavailable
+from jackfield.interleave.channel import Channel
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import Channel
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, Formula, Missing
 from jackfield.values.attention import AttentionValues
 from jackfield.values.layer import LayerValues, values

@@ -10,10 +10,10 @@ from jackfield.engines.transformers.attention_call import AttentionCall
 from jackfield.engines.transformers.beside import Beside, Masks
 from jackfield.engines.transformers.dispatch import AttentionFunction
 from jackfield.engines.transformers.inline_attention import Inline
+from jackfield.interleave.channel import Slot
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Slot
 from jackfield.values.anatomy import AttentionAnatomy, Projection
 
 OPERANDS = ("query", "key", "value", "attention_mask")

@@ -20,8 +20,8 @@ from greenlet import GreenletExit
 from jackfield.engines.vllm.parts import Ranks
 from jackfield.engines.vllm.traced_worker import TracedWorker
 from jackfield.errors import TracingError
+from jackfield.interleave.channel import Channel, Selection
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Channel, Selection
 
 PARTED = (
     "This block does not do the same on all {size} ranks of its model: on rank {rank} {what}, elsewhere something "

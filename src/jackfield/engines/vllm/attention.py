@@ -16,9 +16,10 @@ from jackfield.engines.transformers.beside import Beside, Masks
 from jackfield.engines.transformers.heads import cut
 from jackfield.engines.vllm.parts import WHOLE_PART, Joint
 from jackfield.errors import Unavailable
+from jackfield.interleave.channel import Channel, Selection
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Channel, Selection, Worker
+from jackfield.interleave.worker import Worker
 from jackfield.values.anatomy import Projection
 
 Gather = Callable[[], tuple[Tensor, Tensor]]

@@ -14,10 +14,10 @@ from jackfield.engines.vllm.foresight import Foresight
 from jackfield.engines.vllm.interrupts import is_apart
 from jackfield.engines.vllm.shipping import Shipment
 from jackfield.engines.vllm.traced_worker import TracedWorker
+from jackfield.interleave.channel import Slots
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import Slots
 from jackfield.interventions.block import InterventionBlock
 from jackfield.trace.capture import Block
 from jackfield.trace.tracer import Tracer

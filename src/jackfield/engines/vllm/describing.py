@@ -36,8 +36,8 @@ from jackfield.engines.vllm.structure import BlockStructure
 from jackfield.engines.vllm.taps import named
 from jackfield.engines.vllm.witness import disagreement
 from jackfield.errors import UnsupportedModel
+from jackfield.interleave.channel import Channel
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import Channel
 from jackfield.values.anatomy import AttentionAnatomy, Missing
 from jackfield.values.attention import AttentionValues
 from jackfield.values.value import declared

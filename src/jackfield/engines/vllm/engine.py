@@ -24,8 +24,9 @@ from jackfield.engines.vllm.served import Served
 from jackfield.engines.vllm.shipping import KEY, Ends, Interventions, Shipment, dumps, pack
 from jackfield.engines.vllm.starting import start
 from jackfield.errors import EngineDied, InvalidRequest, RequestTooLong, TracingError
+from jackfield.interleave.channel import Channel
 from jackfield.interleave.reference import Shared
-from jackfield.interleave.worker import Channel, Worker
+from jackfield.interleave.worker import Worker
 from jackfield.interventions.block import InterventionBlock
 from jackfield.interventions.places import Place
 from jackfield.trace.capture import Block

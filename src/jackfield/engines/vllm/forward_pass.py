@@ -11,8 +11,9 @@ from jackfield.engines.vllm.companion import Companion, Guard
 from jackfield.engines.vllm.gathering import Halves, Tapped, gather, in_groups, write_back
 from jackfield.engines.vllm.raw import RawPassing
 from jackfield.engines.vllm.tables.buffers import TablePass
+from jackfield.interleave.channel import Slot
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import Slot, Worker
+from jackfield.interleave.worker import Worker
 
 if TYPE_CHECKING:
     from jackfield.engines.vllm.host import Host

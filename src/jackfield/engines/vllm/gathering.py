@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, cast
 import torch
 from torch import Tensor
 
-from jackfield.interleave.worker import Channel
+from jackfield.interleave.channel import Channel
 
 if TYPE_CHECKING:
     from jackfield.engines.vllm.companion import Companion

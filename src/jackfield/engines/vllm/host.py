@@ -26,9 +26,9 @@ from jackfield.engines.vllm.tables.ops import EDITS
 from jackfield.engines.vllm.tables.tables import Tabled, Tables
 from jackfield.engines.vllm.taps import NOW
 from jackfield.errors import TracingError
+from jackfield.interleave.channel import Slots
 from jackfield.interleave.reference import Shared
 from jackfield.interleave.site import Site
-from jackfield.interleave.worker import Slots
 
 MOST_FATES: Final = 4096
 """How many are kept of requests whose client may have gone away."""

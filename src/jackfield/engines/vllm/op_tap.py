@@ -13,8 +13,9 @@ from torch import Tensor
 from jackfield.engines.vllm.attention import OpFacts, PagedAttention, left_behind
 from jackfield.engines.vllm.cache import CacheReader
 from jackfield.engines.vllm.taps import NOW
+from jackfield.interleave.channel import Slot, Slots
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import Slot, Slots, Worker
+from jackfield.interleave.worker import Worker
 
 if TYPE_CHECKING:
     from jackfield.engines.vllm.forward_pass import ForwardPass

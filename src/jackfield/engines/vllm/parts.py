@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jackfield.engines.vllm.foreign import foreign
-from jackfield.interleave.worker import Selection
+from jackfield.interleave.channel import Selection
 
 Places = Sequence[int] | slice
 

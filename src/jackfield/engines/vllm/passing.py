@@ -17,8 +17,9 @@ from torch import (
 
 from jackfield.engines.vllm.gathering import Halves, RowsChannel, split
 from jackfield.engines.vllm.parts import WHOLE_PART, Joint
+from jackfield.interleave.channel import WHOLE, Channel, Selection
 from jackfield.interleave.site import Site
-from jackfield.interleave.worker import WHOLE, Channel, Selection, Worker
+from jackfield.interleave.worker import Worker
 
 
 class StreamChannel(RowsChannel):

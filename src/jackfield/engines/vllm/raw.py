@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from jackfield.engines.vllm.raw_parts import RawJoint
 from jackfield.engines.vllm.taps import NOW, named
 from jackfield.errors import EditMismatch
+from jackfield.interleave.channel import Channel, Selection
 from jackfield.interleave.nest import private_copy
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import Channel, Selection, Worker
+from jackfield.interleave.worker import Worker
 
 if TYPE_CHECKING:
     from jackfield.engines.vllm.forward_pass import ForwardPass

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from jackfield.engines.engine import Engine
 from jackfield.engines.vllm.description import Description, LayerDescription, submodule
 from jackfield.errors import Unavailable, UnknownValue
-from jackfield.interleave.worker import Channel
+from jackfield.interleave.channel import Channel
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, LayerAnatomy, Missing
 from jackfield.values.attention import AttentionValues
 from jackfield.values.layer import Layer, LayerValues, part_at

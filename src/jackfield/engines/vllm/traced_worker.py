@@ -4,9 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
+from jackfield.interleave.channel import WHOLE, Channel, Selection
 from jackfield.interleave.site import Site
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import WHOLE, Channel, Selection, Worker
+from jackfield.interleave.worker import Worker
 
 
 class TracedWorker(Worker):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from jackfield.engines.vllm.attention import OpFacts, PagedAttention
+from jackfield.interleave.channel import WHOLE
 from jackfield.interleave.step import Rows
-from jackfield.interleave.worker import WHOLE
 
 EXACT, ROUNDED = 1e-3, 5e-2  # of a row's largest entry, in float32 and in narrower dtypes
 

@@ -35,8 +35,9 @@ from jackfield.engines.vllm.tables.tables import Tables
 from jackfield.engines.vllm.taps import NOW, named, tap_inputs
 from jackfield.engines.vllm.untraceable import untraceable
 from jackfield.errors import TracingError, Unavailable
+from jackfield.interleave.channel import Channel
 from jackfield.interleave.site import Port, Site
-from jackfield.interleave.worker import Channel, Worker
+from jackfield.interleave.worker import Worker
 from jackfield.interventions.places import Place
 
 
@@ -198,7 +199,7 @@ class WorkerEngine(Served):
 
         def again() -> Any:
             self.rows.stats.again += 1
-            return _graphless(run)
+            return _in_context(run, cudagraph_runtime_mode=foreign("vllm.config", "CUDAGraphMode").NONE)
 
         hidden = self._replayed(replay, again, now.total)
         if not self.rows.unproven or now.is_again or not isinstance(hidden, Tensor):
@@ -254,7 +255,8 @@ class WorkerEngine(Served):
         fed, self._fed = self._fed, []
         taps = {tap.path: tap for tap in self._op_taps}
         impls = {path: tap.layer.impl for path, tap in taps.items()}
-        direct = frozenset[Fed]() if self._real else fed_directly(fed, named(self.loaded), impls, _uncompiled(run))
+        uncompiled = functools.partial(_in_context, run, skip_compiled=True)
+        direct = frozenset[Fed]() if self._real else fed_directly(fed, named(self.loaded), impls, uncompiled)
         numbers = {slot.site: number for number, slot in enumerate(self.host.numbered)}
         for each in fed:
             number = numbers[Site(each.projection, Port.INPUT)]
@@ -339,26 +341,14 @@ class WorkerEngine(Served):
         raise TracingError("A block cannot close its model.")
 
 
-def _graphless(run: Callable[[], Any]) -> Any:
-    """The same pass, in its forward context, without CUDA graphs."""
+def _in_context(run: Callable[[], Any], **settings: Any) -> Any:
+    """The same pass, in its forward context, with these of its settings."""
     context = foreign("vllm.forward_context", "get_forward_context")()
-    held, none = context.cudagraph_runtime_mode, foreign("vllm.config", "CUDAGraphMode").NONE
-    context.cudagraph_runtime_mode = none
+    held = {name: getattr(context, name) for name in settings}
+    for name, value in settings.items():
+        setattr(context, name, value)
     try:
         return run()
     finally:
-        context.cudagraph_runtime_mode = held
-
-
-def _uncompiled(run: Callable[[], object]) -> Callable[[], object]:
-    """The same pass, in its forward context, without compiled code."""
-
-    def uncompiled() -> None:
-        context = foreign("vllm.forward_context", "get_forward_context")()
-        held, context.skip_compiled = context.skip_compiled, True
-        try:
-            run()
-        finally:
-            context.skip_compiled = held
-
-    return uncompiled
+        for name, value in held.items():
+            setattr(context, name, value)

@@ -14,8 +14,8 @@ from torch import Tensor
 from jackfield.engines.vllm.parts import WHOLE_PART
 from jackfield.engines.vllm.passing import HeadsChannel, StreamChannel
 from jackfield.engines.vllm.tables.ops import Act, Keeper, Kept, Kind, Numbers, Op, Part
+from jackfield.interleave.channel import Channel
 from jackfield.interleave.site import Site
-from jackfield.interleave.worker import Channel
 from jackfield.interventions.kinds import (
     Capture,
     Intervention,
