@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from jackfield.engines.transformers.loading import limits, load
 from jackfield.engines.transformers.prefill import PromptCaches
 from jackfield.engines.transformers.run import Run
 from jackfield.engines.transformers.serving import Serving
+from jackfield.engines.transformers.soft_caps import keep_caps, leaves_out_caps
 from jackfield.engines.transformers.witness import refuse_unwitnessed
 from jackfield.errors import InvalidRequest, TracingError, UnknownValue
 from jackfield.interleave.channel import Channel
@@ -62,6 +64,7 @@ class TransformersEngine(LoadedEngine[PreTrainedModel]):
         self.config = loaded.config
         self._limits = limits(loaded.config)
         self.anatomy = read_anatomy(loaded, family)
+        keep_caps(loaded, self.anatomy, chosen=loaded is model or "attn_implementation" in options)
         self.serving = Serving(loaded, self.anatomy)
         refuse_unwitnessed(loaded, self.anatomy, self.serving)
         self.facts = _facts(loaded, self.anatomy.layers)
@@ -145,7 +148,9 @@ class TransformersEngine(LoadedEngine[PreTrainedModel]):
         return self.running.input_ids[rows.index : rows.index + 1, rows.tokens(worker.step)]
 
     def attention(self, layer: int) -> AttentionAnatomy:
-        return self.serving.attention(layer)
+        found = self.serving.attention(layer)
+        uncapped = found.softcap is not None and self._model is not None and leaves_out_caps(self._model)
+        return replace(found, softcap=None) if uncapped else found
 
     def sinks(self, layer: int) -> Tensor | None:
         module = self.module(self.attention(layer).path)

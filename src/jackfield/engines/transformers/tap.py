@@ -10,6 +10,7 @@ from jackfield.engines.transformers.attention_call import AttentionCall
 from jackfield.engines.transformers.beside import Beside, Masks
 from jackfield.engines.transformers.dispatch import AttentionFunction
 from jackfield.engines.transformers.inline_attention import Inline
+from jackfield.engines.transformers.soft_caps import DROPPED_BY_SDPA
 from jackfield.interleave.channel import Slot
 from jackfield.interleave.interleaver import Interleaver
 from jackfield.interleave.site import Port, Site
@@ -18,7 +19,6 @@ from jackfield.values.anatomy import AttentionAnatomy, Projection
 
 OPERANDS = ("query", "key", "value", "attention_mask")
 PORTS = (Port.ATTEND, Port.SCORES, Port.PATTERN, Port.HEADS)
-DROPPED_BY_SDPA = ("softcap", "s_aux")  # transformers' sdpa function takes them and leaves them out of its maths
 
 BIASED = "scores and pattern: this attention adds a position bias of its own, which is not read here."
 
