@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import jackfield as jf
 from tests.contract.conftest import subject
@@ -218,3 +219,36 @@ def test_the_last_edit_of_a_step_lands(
     for one, other, without in zip(last, followed, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         assert not torch.allclose(one, without, rtol=1e-3, atol=1e-3)
+
+
+def test_a_loop_may_go_on_in_the_step_that_another_has_ended_in(model: jf.Model, prompt: list[int]) -> None:
+    def block(m: jf.Model, t: Any) -> list[tuple[int, Tensor]]:
+        seen: list[tuple[int, Tensor]] = []
+        for _ in t.iter[:2]:
+            seen.append((t.step, m.layers[0].layer_output))
+        for _ in t.iter[1:3]:
+            seen.append((t.step, m.layers[1].layer_output))
+        return seen
+
+    def each(m: jf.Model, t: Any) -> list[tuple[int, Tensor]]:
+        return [(t.step, layer.layer_output) for _ in t.iter[:3] for layer in m.layers[:2]]
+
+    found = model.run(prompt, block, max_tokens=4, ignore_eos=True).returned
+    first, second = (model.run(prompt, each, max_tokens=4, ignore_eos=True).returned[i::2] for i in (0, 1))
+    assert [step for step, _ in found] == [0, 1, 1, 2]
+    assert all(x.equal(y) for (_, x), (_, y) in zip(found, [*first[:2], *second[1:]], strict=True))
+
+
+def test_a_loop_within_a_loop_leaves_the_outer_one_its_step(model: jf.Model, prompt: list[int]) -> None:
+    def block(m: jf.Model, t: Any) -> list[tuple[int, int, int]]:
+        seen: list[tuple[int, int, int]] = []
+        for step in t.iter[:3]:
+            for inner in t.iter[step]:
+                m.layers[0].layer_output.sum()
+                seen.append((step, inner, t.step))
+            rows = m.layers[1].layer_output.shape[1]
+            seen.append((step, rows, t.step))
+        return seen
+
+    found = model.run(prompt, block, max_tokens=4, ignore_eos=True).returned
+    assert found == [(0, 0, 0), (0, len(prompt), 0), (1, 1, 1), (1, 1, 1), (2, 2, 2), (2, 1, 2)]

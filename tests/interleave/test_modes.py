@@ -336,6 +336,45 @@ def test_what_cannot_be_carried_over_is_refused(body: Any, error: Any, message: 
     assert [tensor.tolist() for tensor in passed] == [[1.0] * 3] * 3
 
 
+def profiles_across(worker: Worker, sites: list[Writable]) -> object:
+    with torch.autograd.profiler.profile(use_kineto=False):
+        return worker.read(sites[0])
+
+
+def profiles_between(worker: Worker, sites: list[Writable]) -> object:
+    first = worker.read(sites[0]).clone()
+    with torch.autograd.profiler.profile(use_kineto=False):
+        first += 1
+    return worker.read(sites[1])
+
+
+def reads(worker: Worker, sites: list[Writable]) -> object:
+    return [worker.read(site) for site in sites]
+
+
+def test_within_operators_no_profiler_begins_in_one_and_ends_in_another() -> None:
+    """Which ends the process: the operator that goes on writes to what the profiler has let go of."""
+    error = profiled_worker(profiles_across, inside=True).error
+    assert isinstance(error, jf.TracingError)
+    assert "between the beginning and the end of a torch profiler" in str(error)
+    assert profiled_worker(profiles_between, inside=True).error is None
+    assert profiled_worker(profiles_across, inside=False).error is None
+    with torch.autograd.profiler.profile(use_kineto=False):
+        assert profiled_worker(reads, inside=True).error is None
+
+
+def profiled_worker(body: Any, *, inside: bool) -> Worker:
+    worker, sites = Worker(Rows(0, 0, 1), inside_operators=inside), [Writable("a"), Writable("b")]
+    worker.body = lambda: body(worker, sites)
+    interleaver = Interleaver([worker], lambda slot: None)
+    interleaver.start()
+    interleaver.begin(0)
+    for site in sites:
+        interleaver.meet(interleaver.slots[site.site], torch.ones(1))
+    interleaver.finish(worker)
+    return worker
+
+
 def test_a_block_that_closes_a_mode_of_its_engine_is_told() -> None:
     worker = Worker(Rows(0, 0, 1))
     worker.body = _pop_mode

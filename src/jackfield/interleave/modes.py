@@ -13,6 +13,7 @@ from torch._C import (
     _len_torch_function_stack,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
     _set_grad_enabled,  # pyright: ignore[reportPrivateUsage]
 )
+from torch._C._autograd import _profiler_enabled  # pyright: ignore[reportPrivateUsage]
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -97,7 +98,9 @@ class BlockModes:
     which scores would be rounded. Within, the block may wait: `depart` and `arrive` stand around it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, inside_operators: bool = False) -> None:
+        """`inside_operators`: the block runs on within torch's operators, which a profiler has to see whole."""
+        self._inside_operators, self._engine_profiled = inside_operators, False
         self._grad_enabled = False
         self._stacks = _Stacks()
         self._dtype: torch.dtype | None = None  # None: the engine's
@@ -111,6 +114,11 @@ class BlockModes:
     def __enter__(self) -> None:
         """The block asks for something. TracingError in a mode that cannot be put away."""
         own = _state()
+        if self._inside_operators and _profiler_enabled() != self._engine_profiled:
+            raise TracingError(
+                "A block cannot read or write a value between the beginning and the end of a torch profiler on this "
+                "engine, which would end in another operator than it began in: profile what lies between two reads."
+            )
         if own != self._alike:
             self._check()
             self._put_away(own)
@@ -141,6 +149,7 @@ class BlockModes:
     def arrive(self) -> None:
         """The engine has run on."""
         engine = _state()
+        self._engine_profiled = self._inside_operators and _profiler_enabled()
         if engine == self._alike:
             return
         self._engine, self._alike = engine, None

@@ -48,7 +48,7 @@ class _BlockGreenlet(greenlet.greenlet):
 class Worker:
     """One block beside one request."""
 
-    def __init__(self, rows: Rows, batch_size: int = 1) -> None:
+    def __init__(self, rows: Rows, batch_size: int = 1, *, inside_operators: bool = False) -> None:
         self.rows, self.batch_size = rows, batch_size
         self.interleaver: Interleaver
         self.owner: object = None  # the engine whose parts the block may read
@@ -69,7 +69,7 @@ class Worker:
         self._past: list[AnyHeld] = []  # what the block has moved past
         self._shown: dict[str, tuple[Tensor, int]] = {}  # in this step, each with the version that it was given with
         self._many = MANY  # of them, after which they are looked at
-        self._modes = BlockModes()
+        self._modes = BlockModes(inside_operators=inside_operators)
         self._engine: greenlet.greenlet
         self._greenlet = _BlockGreenlet(self._run)
         self._greenlet.worker = self
@@ -228,10 +228,8 @@ class Worker:
             now = self.interleaver.step
             if step < now:
                 raise OutOfOrder(f"Step {step} was asked for in step {now}: steps come in order, once.")
-            if step == now:
-                return True
             self.step = step
-            return self._wait_for_step()
+            return step == now or self._wait_for_step()
 
     def await_step(self) -> None:
         """Waits until the block's step has begun, without leaving the site it stands at."""

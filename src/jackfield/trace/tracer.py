@@ -100,13 +100,14 @@ class Steps:
 
     def _run(self, steps: Iterator[int]) -> Iterator[int]:
         worker = self._worker
+        around = worker.step  # that of the loop in which this one stands; 0 outside of loops
         try:
             for step in steps:
                 if not worker.reach_step(step):
                     return
                 yield step
         finally:
-            worker.step = 0
+            worker.step = around
 
 
 def _ascending(steps: int | slice | Sequence[int]) -> Iterator[int]:

@@ -17,7 +17,7 @@ class TracedWorker(Worker):
     """
 
     def __init__(self, rows: Rows) -> None:
-        super().__init__(rows)
+        super().__init__(rows, inside_operators=True)
         self.written: dict[Site, list[tuple[Channel, Selection, Any]]] = {}
         self.wrote = False  # in this pass or an earlier one
         self.gathered: tuple[Channel, Tensor] | None = None
