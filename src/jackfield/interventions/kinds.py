@@ -12,9 +12,10 @@ A tensor may be given as what `model.share(tensor, name=...)` returned, or by th
 """
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, cast
+from functools import cache
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -35,12 +36,19 @@ class Intervention(ABC):
     """Whether it changes what the model computes."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # pyright: ignore[reportArgumentType]  # every kind is a dataclass
+        for name in _names(type(self)):
             try:
-                read = READERS[each.name](getattr(self, each.name))
+                read = READERS[name](getattr(self, name))
             except ValueError as error:
-                raise InvalidIntervention(f"{type(self).__name__}, {each.name}: {error}") from None
-            object.__setattr__(self, each.name, read)
+                raise InvalidIntervention(f"{type(self).__name__}, {name}: {error}") from None
+            object.__setattr__(self, name, read)
+
+    def holding(self, **tensors: Tensor | None) -> Self:
+        """The same with these tensors, which are not read again."""
+        return cast("Self", _again(type(self), [tensors.get(name, value) for name, value in self._items()]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), [value for _, value in self._items()])
 
     def to_json(self) -> str:
         """This intervention as JSON text: tensors as base64 of safetensors, or the name that they are shared under."""
@@ -71,8 +79,21 @@ class Intervention(ABC):
         return hash((type(self), *(value for _, value in self._items() if not isinstance(value, Tensor))))
 
     def _items(self) -> list[tuple[str, Any]]:
-        names = [each.name for each in fields(self)]  # pyright: ignore[reportArgumentType]
-        return [(name, getattr(self, name)) for name in names]
+        return [(name, getattr(self, name)) for name in _names(type(self))]
+
+
+@cache
+def _names(kind: type[Intervention]) -> tuple[str, ...]:
+    """The fields of a kind, in their order."""
+    return tuple(each.name for each in fields(kind))  # pyright: ignore[reportArgumentType]  # all are dataclasses
+
+
+def _again(kind: type[Intervention], values: Sequence[Any]) -> Intervention:
+    """One whose fields have been read before."""
+    made = object.__new__(kind)
+    for name, value in zip(_names(kind), values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -4,7 +4,7 @@ What depends on the model is refused here; what depends on the prompt's length, 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -114,7 +114,7 @@ def _check_positions(each: Intervention, num_layers: int, prompt_length: int, en
             continue
         check_reached(positions, prompt_length, end)
         last = prompt_length - 1
-        has_row = select(positions, prompt_length, end).within(range(last, end))
+        has_row = len(select(positions, prompt_length, end).rows(last, end))
         if not has_row and any(place.value.token_axis is None for place in places(each, num_layers)):
             raise ValueError(f"it has rows from the prompt's last token on, which is position {last}.")
 
@@ -145,26 +145,25 @@ class _Check:
     def _with_tensors(self, given: Intervention) -> Intervention:
         match given:
             case Steer(vector=vector):
-                return replace(given, vector=self._tensor(vector, "vector", (1,)))
+                return given.holding(vector=self._tensor(vector, "vector", (1,)))
             case Replace(value=value):
-                return replace(given, value=self._tensor(value, "value", (1,)))
+                return given.holding(value=self._tensor(value, "value", (1,)))
             case Project(directions=directions):
                 basis = rows.orthonormal(self._directions(directions))
                 if not len(basis):
                     raise ValueError("all of its directions are zero, so that they span nothing.")
-                return replace(given, directions=basis)
+                return given.holding(directions=basis)
             case Probe(directions=directions, bias=bias, top_k=top_k):
                 wide = self._directions(directions)
                 if top_k is not None and top_k > len(wide):
                     raise ValueError(f"top_k={top_k} of {len(wide)} directions; take at most that many.")
-                return replace(given, directions=wide, bias=self._bias(bias, len(wide)))
+                return given.holding(directions=wide, bias=self._bias(bias, len(wide)))
             case _:
                 return given
 
     def _tensor(self, given: Tensor | Shared | str, name: str, axes: tuple[int, ...]) -> Tensor:
-        tensor = tensor_of(given, self._named)
         double = self._target.facts.dtype == torch.float64
-        tensor = tensor.detach().to(torch.float64 if double else torch.float32)
+        tensor = tensor_of(given, self._named).detach().to(torch.float64 if double else torch.float32)
         check_tensor(tensor, f"{name} with {' or '.join(map(str, axes))} axes", axes)
         return tensor
 

@@ -140,13 +140,14 @@ class VllmEngine(Served):
         if Worker.current() is not None:
             raise TracingError("A trace cannot run inside a block: the model is busy with this one.")
         window: deque[_Sent] = deque()
+        room = 2 * self.description.limits["max_num_seqs"]
         try:
             while True:
-                self._fill(window, requests)
+                room -= self._fill(window, requests, room)
                 if not window:
                     return
                 outcome = window[0].outcome()
-                window.popleft()
+                room += len(window.popleft().samples)
                 yield outcome
                 del outcome  # it is the caller's, who may let go of it while the next is waited for
         finally:
@@ -160,20 +161,20 @@ class VllmEngine(Served):
         """One by one: vLLM makes batches of its own."""
         return ([request] for request in requests)
 
-    def _fill(self, window: "deque[_Sent]", requests: Iterator[Request]) -> None:
+    def _fill(self, window: "deque[_Sent]", requests: Iterator[Request], room: int) -> int:
         """Sends what has room: as many requests at once as one pass of vLLM takes, so that the first pass is a full one
-        and the next requests are made ready while it runs.
+        and the next requests are made ready while it runs. How many samples these are.
         """
-        room = 2 * self.description.limits["max_num_seqs"] - sum(len(sent.samples) for sent in window)
-        tokens, ready = 0, list[Sequence[Sample]]()
-        while room > 0 and (request := next(requests, None)) is not None:
+        sent, tokens, ready = 0, 0, list[Sequence[Sample]]()
+        while sent < room and (request := next(requests, None)) is not None:
             ready.append(self._samples(request))
-            room -= len(ready[-1])
+            sent += len(ready[-1])
             tokens += len(request.prompt_token_ids) * len(ready[-1])
             if tokens >= self.description.limits["max_num_batched_tokens"]:
                 self._send(window, ready)
                 tokens, ready = 0, []
         self._send(window, ready)
+        return sent
 
     def _send(self, window: "deque[_Sent]", ready: Sequence[Sequence[Sample]]) -> None:
         if ready:
@@ -293,8 +294,8 @@ class VllmEngine(Served):
 
 
 def _params(**given: Any) -> Any:
-    """The `vllm.SamplingParams` of these arguments."""
-    return foreign("vllm", "SamplingParams")(**given)
+    """The `vllm.SamplingParams` of these arguments, for one request: vLLM need make no copy of them."""
+    return foreign("vllm", "SamplingParams")(**given, skip_clone=True)
 
 
 def _add(outcome: Outcome, ended: Ended) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from jackfield.engines.vllm.parts import WHOLE_PART
 from jackfield.engines.vllm.passing import HeadsChannel, StreamChannel
 from jackfield.engines.vllm.tables.ops import Act, Keeper, Kept, Kind, Numbers, Op, Part
+from jackfield.engines.vllm.tables.strips import Strips
 from jackfield.interleave.channel import Channel
 from jackfield.interleave.site import Site
 from jackfield.interventions.kinds import (
@@ -42,7 +43,7 @@ class Form:
     """Operations in the order of the pass, each with its positions, and what is kept."""
 
     def __init__(self, ops: Sequence[tuple[Positions, Op]], keepers: Sequence[Keeper]) -> None:
-        self._ops, self.keepers = ops, keepers
+        self._ops, self.keepers, self.strips = ops, keepers, Strips(keepers)
         self.positions = tuple(dict.fromkeys(positions for positions, _ in ops))
         self._parts: dict[frozenset[Positions], Part] = {}
 

@@ -48,7 +48,7 @@ class Tabled:
     ) -> None:
         self.name, self.program, self.selected, self.segments = name, program, selected, segments
         self.seen = 0
-        self.trail = Trail(program.form.keepers, selected, most, turn)
+        self.trail = Trail(program.form.keepers, program.form.strips, selected, most, turn)
         self._here = 0  # the segment of the newest position
 
     def sites(self, start: int, stop: int) -> set[Site]:

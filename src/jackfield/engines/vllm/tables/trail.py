@@ -5,14 +5,16 @@ Nobody waits for them before the request has ended. While passes run, and the ho
 come, each at steps of its own: little is left to be done when they end, many at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from jackfield.engines.vllm.tables.ops import Keeper, Kept
+from jackfield.engines.vllm.tables.strips import Strip, Strips
 from jackfield.interventions.kept import AllRows, LastRow, MeanRow
 from jackfield.interventions.kept import Kept as Keeping
 from jackfield.interventions.positions import Selected
@@ -121,7 +123,7 @@ class _Own:
     tensors: Mapping[torch.dtype, Tensor]
     first: Mapping[Kept, int]
     positions: list[int] = field(default_factory=list[int])
-    _meant: dict[Selected, list[int] | None] = field(default_factory=dict[Selected, list[int] | None])
+    _meant: dict[Selected, Tensor | None] = field(default_factory=dict[Selected, Tensor | None])
 
     @classmethod
     def like(cls, chunk: Chunk, most: int) -> "_Own":
@@ -142,12 +144,25 @@ class _Own:
         if any(len(each) > len(self.positions) for each in self.tensors.values()):
             self.tensors = {dtype: each[: len(self.positions)].clone() for dtype, each in self.tensors.items()}
 
-    def meant(self, selected: Selected) -> list[int] | None:
+    def meant(self, selected: Selected) -> Tensor | None:
         """Which of the rows are meant; None where all are."""
         if selected not in self._meant:
-            rows = [row for row, position in enumerate(self.positions) if position in selected]
-            self._meant[selected] = None if len(rows) == len(self.positions) else rows
+            held = np.array(self.positions)
+            low, high = int(held.min()), int(held.max())
+            wanted = selected.rows(low, high + 1)
+            is_every = len(wanted) == high + 1 - low
+            self._meant[selected] = None if is_every else torch.from_numpy(np.flatnonzero(np.isin(held, wanted)))
         return self._meant[selected]
+
+    def results(self, strip: Strip, selected: Selected) -> Iterator[tuple[str, Tensor]]:
+        """What is kept of these rows, [row, ...] each, in memory of its own."""
+        rows = self.meant(selected)
+        count = len(strip.names)
+        whole = self.tensors[strip.dtype][: len(self.positions), strip.column : strip.column + count * strip.width]
+        own = whole if rows is None else whole[rows]
+        by_name = own.view(len(own), count, strip.width).transpose(0, 1).reshape(count, len(own), *strip.shape)
+        for name, found in zip(strip.names, by_name, strict=True):
+            yield name, found.clone()
 
 
 @dataclass(slots=True)
@@ -176,9 +191,11 @@ class _Run:
 class Trail:
     """The rows of one request, in the order of its positions."""
 
-    def __init__(self, keepers: Sequence[Keeper], selected: Mapping[Any, Selected], most: int, turn: int = 0) -> None:
+    def __init__(
+        self, keepers: Sequence[Keeper], strips: Strips, selected: Mapping[Any, Selected], most: int, turn: int = 0
+    ) -> None:
         """Of `most` positions at most; `turn`: any number, by which requests do not all take their rows out at once."""
-        self._keepers, self._selected, self._most = keepers, selected, most
+        self._keepers, self._strips, self._selected, self._most = keepers, strips, selected, most
         self._parts: list[Gathered | _Own] = []
         self._runs: list[_Run] = []  # the newest
         self._longest = 1 + turn % LONG  # of the first run
@@ -204,6 +221,10 @@ class Trail:
     def saved(self) -> dict[str, Tensor]:
         """What `Result.saved` has of it. NotReached where nothing came that could be reduced."""
         self._take_out()
+        first, *others = self._parts or (None,)
+        if self._strips.are_all and isinstance(first, _Own) and not others:
+            strips = self._strips.of(first.first)
+            return dict(pair for strip in strips for pair in first.results(strip, self._selected[strip.positions]))
         for part in self._parts:
             if isinstance(part, _Own):
                 part.end()
@@ -221,7 +242,7 @@ class Trail:
                     made.add(part.rows[keeper.kept].of(keeper))
                 continue
             own = part.meant(self._selected[keeper.positions])
-            if own is None or len(own):
+            if own is None or own.numel():
                 whole = part.tensors[keeper.kept.dtype]
                 rows = Cut(whole, 0, len(whole), part.first[keeper.kept]).of(keeper)
                 made.add(rows if own is None else rows[own])
