@@ -8,12 +8,14 @@ import torch
 from torch import get_default_dtype, is_grad_enabled, is_inference_mode_enabled, set_default_dtype
 from torch._C import (
     _functorch,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportAttributeAccessIssue]
+    _InferenceMode,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
     _is_any_autocast_enabled,  # pyright: ignore[reportPrivateUsage]
     _len_torch_dispatch_stack,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
     _len_torch_function_stack,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
     _set_grad_enabled,  # pyright: ignore[reportPrivateUsage]
 )
 from torch._C._autograd import _profiler_enabled  # pyright: ignore[reportPrivateUsage]
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -92,7 +94,7 @@ class BlockModes:
 
     Gradients on or off, inference mode, autocast, the default dtype, function modes (`with torch.device(...)`),
     dispatch modes and the layers of torch.func: the engine finds its own as it left them, and the block its own. A
-    block starts with the autocast that its trace stands in.
+    block starts outside of inference mode, and with the autocast that its trace stands in.
 
     `with` these: whatever the block asks for is done as if it had set nothing but gradients, and without autocast, in
     which scores would be rounded. Within, the block may wait: `depart` and `arrive` stand around it.
@@ -101,42 +103,58 @@ class BlockModes:
     def __init__(self, *, inside_operators: bool = False) -> None:
         """`inside_operators`: the block runs on within torch's operators, which a profiler has to see whole."""
         self._inside_operators, self._engine_profiled = inside_operators, False
+        self._compiling: Any = None  # what compiles the block's frames, where it stands in a function of torch.compile
         self._grad_enabled = False
         self._stacks = _Stacks()
         self._dtype: torch.dtype | None = None  # None: the engine's
         self._autocast: _Autocast | None = None
         self._engine: _State = (False, False, False, 0, 0, 0, torch.float32)
         self._alike: _State | None = None  # the same of both sides, with nothing to put away
+        self._outside: _State | None = None  # the block's, where both are alike but for the engine's inference mode
         self._engine_autocast: _Autocast = ()
         self._engine_dispatch: Sequence[TorchDispatchMode] = ()
-        self._inference: bool | None = None  # None: as its engine has it
+        self._inference = False  # in which torch does not note that a view of another dtype was written to
 
     def __enter__(self) -> None:
         """The block asks for something. TracingError in a mode that cannot be put away."""
+        self._compiling = set_eval_frame(None)
+        try:
+            self._stand_back()
+        except TracingError:
+            set_eval_frame(self._compiling)
+            raise
+
+    def _stand_back(self) -> None:
         own = _state()
         if self._inside_operators and _profiler_enabled() != self._engine_profiled:
             raise TracingError(
                 "A block cannot read or write a value between the beginning and the end of a torch profiler on this "
                 "engine, which would end in another operator than it began in: profile what lies between two reads."
             )
-        if own != self._alike:
-            self._check()
-            self._put_away(own)
+        if own == self._alike:
+            return
+        if own == self._outside:
+            _set_inference(True)
+            return
+        self._check()
+        self._put_away(own)
 
     def _put_away(self, own: _State) -> None:
         engine = self._engine
         self._grad_enabled, self._dtype = own[0], own[6] if own[6] is not engine[6] else None
         self._autocast = _autocast()
-        self._alike = own if own == engine and not own[2] and own[6] is torch.float32 else None
+        is_plain = own[2:] == engine[2:] and own[0] == engine[0] and not own[2] and own[6] is torch.float32
+        self._alike = own if is_plain and own[1] == engine[1] else None
+        self._outside = own if is_plain and engine[1] and not own[1] else None
         self._stacks.take(engine[3], self._engine_dispatch, engine[5])
-        self._inference = None if own[1] == engine[1] else own[1]
-        if self._inference is not None:
+        self._inference = own[1]
+        if own[1] != engine[1]:
             _set_inference(engine[1])
         self._stand_aside()
 
     def depart(self) -> None:
         """The engine runs on. TracingError where the block has closed a mode that it had not opened."""
-        if self._alike is not None:
+        if self._alike is not None or self._outside is not None:
             return
         _set_autocast(self._engine_autocast)
         _set_grad_enabled(self._engine[0])
@@ -150,19 +168,23 @@ class BlockModes:
         """The engine has run on."""
         engine = _state()
         self._engine_profiled = self._inside_operators and _profiler_enabled()
-        if engine == self._alike:
+        if engine == self._alike or (self._outside is not None and engine == self._engine):
             return
-        self._engine, self._alike = engine, None
+        self._engine, self._alike, self._outside = engine, None, None
         self._engine_dispatch = _get_current_dispatch_mode_stack() if engine[4] else ()
         self._engine_autocast = _autocast()
         self._stand_aside()
 
     def __exit__(self, *error: object) -> None:
         """The block runs on."""
+        set_eval_frame(self._compiling)
         if self._alike is not None:
             return
-        if self._inference is not None:
+        if self._inference != self._engine[1]:
             _set_inference(self._inference)
+        if self._outside is not None:
+            _set_grad_enabled(False)
+            return
         _set_autocast(self._autocast or self._engine_autocast)
         set_default_dtype(self._dtype or self._engine[6])
         self._stacks.put_back()
@@ -218,11 +240,11 @@ def _set_inference(enabled: bool) -> None:
     Torch has it as a guard alone, which puts back what was before as soon as nobody has it any more. The second of two
     puts back what the first has set.
     """
-    first, second = torch.inference_mode(enabled), torch.inference_mode(enabled)
-    for guard in (first, second):
-        guard.__enter__()
-    for guard in (first, second):
-        guard.__exit__(None, None, None)  # pyright: ignore[reportUnknownMemberType]
+    first, second = _InferenceMode(enabled), _InferenceMode(enabled)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
 
 
 def _autocast() -> _Autocast:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import greenlet
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from jackfield.errors import EditMismatch, NotReached, OutOfOrder
 from jackfield.interleave.channel import WHOLE, Channel, Selection, Slot
@@ -94,18 +95,22 @@ class Worker:
     def resume(self, message: Any) -> None:
         """Runs the block until it waits again, or has ended. Raises what interrupted it."""
         self._engine = self._greenlet.parent = greenlet.getcurrent()  # the block goes back to whoever runs it on
+        compiling = set_eval_frame(None)  # the engine: the block's frames are none of what it has compiled
         try:
             self._greenlet.switch(message)
         finally:
+            set_eval_frame(compiling)
             if self.interrupt is not None:
                 raise self._interrupt_taken()
 
     def throw(self, error: BaseException) -> None:
         """Raises `error` in the block, where it waits, and runs it until it waits again."""
         self._engine = self._greenlet.parent = greenlet.getcurrent()
+        compiling = set_eval_frame(None)
         try:
             self._greenlet.throw(error)
         finally:
+            set_eval_frame(compiling)
             if self.interrupt is not None:
                 raise self._interrupt_taken()
 

@@ -1,0 +1,74 @@
+"""What torch offers means in a block what it means elsewhere, on every engine."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import jackfield as jf
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float64, torch.float32])
+def test_an_edit_through_a_view_of_another_dtype_is_made(
+    model: jf.Model, prompt: list[int], dtype: torch.dtype
+) -> None:
+    """Kills: a block in inference mode, where such a view counts its own version."""
+
+    def block(m: jf.Model, t: Any) -> tuple[Tensor, Tensor]:
+        m.layers[0].layer_output.view(dtype).zero_()
+        return m.layers[1].layer_input, m.logits
+
+    stream, logits = model.run(prompt, block).returned
+    assert not stream.any()
+    assert not torch.allclose(logits, model.run(prompt, lambda m, t: m.logits).returned)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_tangent_of_a_block_is_its_own(model: jf.Model, prompt: list[int]) -> None:
+    def block(m: jf.Model, t: Any) -> tuple[Tensor, Tensor, Tensor]:
+        stream = m.layers[0].layer_output
+        value, tangent = torch.func.jvp(lambda a: (stream * a).sum(), (torch.tensor(2.0),), (torch.tensor(1.0),))
+        return stream, value, tangent
+
+    stream, value, tangent = model.run(prompt, block).returned
+    torch.testing.assert_close(tangent, stream.sum())
+    torch.testing.assert_close(value, 2 * stream.sum())
+
+
+def test_a_gradient_of_a_block_is_its_own(model: jf.Model, prompt: list[int]) -> None:
+    def block(m: jf.Model, t: Any) -> tuple[Tensor, Tensor | None]:
+        stream = m.layers[0].layer_output.clone()
+        with torch.enable_grad():
+            leaf = stream.requires_grad_()
+            (leaf**2).sum().backward()
+        return leaf.detach(), leaf.grad
+
+    stream, gradient = model.run(prompt, block).returned
+    assert gradient is not None
+    torch.testing.assert_close(gradient, 2 * stream)
+
+
+@pytest.mark.slow
+def test_a_block_may_read_in_a_function_that_it_has_compiled(model: jf.Model, prompt: list[int]) -> None:
+    """Kills: torch compiling the model's frames as well, by the block's backend."""
+
+    def block(m: jf.Model, t: Any) -> tuple[Tensor, Tensor, Tensor]:
+        def backend(graph: Any, inputs: Any) -> Any:
+            return lambda *given: [each * 0 if isinstance(each, Tensor) else each for each in graph(*given)]
+
+        def reads() -> Tensor:
+            return twice(m.layers[1].layer_output)
+
+        def twice(x: Tensor) -> Tensor:
+            return x * 2 + 1
+
+        read = torch.compile(reads, backend=backend)()
+        return read, m.layers[1].layer_output, m.logits
+
+    read, stream, logits = model.run(prompt, block).returned
+    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    assert not read.any()  # its own operations are compiled, and what it reads is not
+    plain, other = model.run(prompt, lambda m, t: (m.layers[1].layer_output, m.logits)).returned
+    torch.testing.assert_close(stream, plain)
+    torch.testing.assert_close(logits, other)
