@@ -42,7 +42,7 @@ class Launch(Protocol):
     ) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one of a request and pass, and to make it would take three times as long
 class Owned:
     """A request's rows in a pass: `count` from `first` on, at positions from `position` on."""
 
@@ -189,15 +189,15 @@ class TablePass:
 
     def __init__(self, tables: "Tables", owned: Sequence[Owned], total: int) -> None:
         self._tables, self._owned, self.total = tables, owned, total
-        self.slots = none_of(total)
-        numbers = set[int]()
+        slots = [-1] * total
         for each in owned:
-            for first, stop, number in each.request.runs(each.position, each.count):
-                self.slots[each.first + first : each.first + stop] = number
-                numbers.add(number)
+            each.request.say(each.position, each.count, slots, each.first)
+        self.slots = np.array(slots, np.int32)
+        numbers = set(slots) - {-1}
         tables.recipes.send()
         numbered = tables.recipes.numbered
-        self.sites = frozenset(site for number in numbers for site in numbered[number].part.by_site)
+        parts = {numbered[number].part for number in numbers}  # one for all requests that differ in numbers alone
+        self.sites = frozenset(site for part in parts for site in part.by_site)
         self._numbers = frozenset(tables.numbers[site] for site in self.sites)
         self._device_slots: Tensor | None = None
         self._stash: Tensor | None = None

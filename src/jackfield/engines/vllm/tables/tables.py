@@ -17,6 +17,7 @@ from jackfield.engines.vllm.tables.bank import Bank
 from jackfield.engines.vllm.tables.buffers import Buffers
 from jackfield.engines.vllm.tables.columns import Columns
 from jackfield.engines.vllm.tables.launching import launch_for
+from jackfield.engines.vllm.tables.ops import Part
 from jackfield.engines.vllm.tables.program import Places, Program, program
 from jackfield.engines.vllm.tables.recipes import Recipes, Segment
 from jackfield.engines.vllm.tables.trail import Leaving, Trail
@@ -51,20 +52,20 @@ class Tabled:
         self.trail = Trail(program.form.keepers, program.form.strips, selected, most, turn)
         self._here = 0  # the segment of the newest position
 
-    def sites(self, start: int, stop: int) -> set[Site]:
-        """Where something is done to rows of these positions."""
+    def parts(self, start: int, stop: int) -> list[Part]:
+        """What is done to rows of these positions."""
         own = (each.recipe for each in self._from(start) if each.start < stop)
-        return {site for recipe in own if recipe is not None for site in recipe.part.by_site}
+        return [recipe.part for recipe in own if recipe is not None]
 
-    def runs(self, start: int, count: int) -> list[tuple[int, int, int]]:
-        """What so many rows from position `start` on want: (first row, after the last, number of the recipe)."""
-        stop, found = start + count, list[tuple[int, int, int]]()
+    def say(self, start: int, count: int, slots: list[int], first: int) -> None:
+        """Puts the numbers of the recipes of so many rows, from position `start` on, into `slots` from `first` on."""
+        stop, behind = start + count, first - start
         for each in self._from(start):
             if each.start >= stop:
                 break
-            if each.recipe is not None and each.stop > start:
-                found.append((max(each.start, start) - start, min(each.stop, stop) - start, each.recipe.number))
-        return found
+            if each.recipe is not None:
+                own = range(max(each.start, start) + behind, min(each.stop, stop) + behind)
+                slots[own.start : own.stop] = [each.recipe.number] * len(own)
 
     def _from(self, start: int) -> Sequence[Segment]:
         """The segments that end after a position."""
@@ -146,10 +147,10 @@ class Tables:
 
     def wanted(self, scheduled: Mapping[str, int]) -> frozenset[Site]:
         """Where a pass over so many rows of each request has something to do."""
-        found = set[Site]()
+        found = set[Part]()  # one for all requests that differ in numbers alone
         for request_id, request in self._among(scheduled):
-            found |= request.sites(request.seen, request.seen + scheduled[request_id])
-        return frozenset(found)
+            found.update(request.parts(request.seen, request.seen + scheduled[request_id]))
+        return frozenset(site for part in found for site in part.by_site)
 
     def has(self, request_ids: Iterable[str]) -> bool:
         """Whether one of these requests is here."""

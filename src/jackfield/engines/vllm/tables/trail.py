@@ -35,12 +35,19 @@ class Chunk:
     tensors: Mapping[torch.dtype, Tensor]
     first: Mapping[Kept, int]
     events: list[Any] = field(default_factory=list[Any])  # of each step: its rows are there
+    _there: int = 0  # of so many steps it is known that they are
 
     def takes(self, buffers: Mapping[torch.dtype, Tensor], first: Mapping[Kept, int]) -> bool:
         """Whether another step like this has room."""
         shapes = {dtype: buffer.shape for dtype, buffer in buffers.items()}
         alike = self.first is first and {dtype: each.shape[1:] for dtype, each in self.tensors.items()} == shapes
         return alike and all(len(self.events) < len(each) for each in self.tensors.values())
+
+    def wait(self, step: int) -> None:
+        """Until the rows of a step are there; those of earlier ones are then, too."""
+        if step >= self._there:
+            _wait(self.events[step])
+            self._there = step + 1
 
 
 class Leaving:
@@ -253,7 +260,7 @@ class Trail:
         split = len(self._runs) - newest
         taken, self._runs = self._runs[:split], self._runs[split:]
         for run in taken:
-            _wait(run.chunk.events[run.step + run.steps - 1])
+            run.chunk.wait(run.step + run.steps - 1)
             self._own_like(run.chunk).take(run)
 
     def _own_like(self, chunk: Chunk) -> _Own:
@@ -274,5 +281,5 @@ def _keeping(keeper: Keeper) -> Keeping:
 
 
 def _wait(event: Any) -> None:
-    if event is not None:
+    if event is not None and not event.query():  # which, unlike to wait, lets no other thread in between
         event.synchronize()
