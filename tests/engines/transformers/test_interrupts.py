@@ -4,6 +4,7 @@ import linecache
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import jackfield as jf
 from tests import zoo
 
+PACKAGE = str(Path(jf.__file__).parent)  # the clone may be called jackfield too, with torch in its environment
 PROMPT = [5, 9, 17, 33]
 PUTTING_UP = (
     "begin",
@@ -49,7 +51,7 @@ class Ticks:
         self._last: dict[FrameType, int] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        ours = frame.f_code.co_name in HANDLING and "jackfield/" in frame.f_code.co_filename
+        ours = frame.f_code.co_name in HANDLING and frame.f_code.co_filename.startswith(PACKAGE)
         if ours and event in ("call", "line") and not self._ends_a_with(frame):
             self.count += 1
             if self.count == self.at:

@@ -135,7 +135,8 @@ class _Own:
     @classmethod
     def like(cls, chunk: Chunk, most: int) -> "_Own":
         """With room for so many rows like a chunk's; what is never written takes no memory."""
-        made = {dtype: torch.empty(most, each.shape[-1], dtype=dtype) for dtype, each in chunk.tensors.items()}
+        with torch.inference_mode(False):  # they may be the user's
+            made = {dtype: torch.empty(most, each.shape[-1], dtype=dtype) for dtype, each in chunk.tensors.items()}
         return cls(made, chunk.first)
 
     def take(self, run: "_Run") -> None:
@@ -169,7 +170,7 @@ class _Own:
         own = whole if rows is None else whole[rows]
         by_name = own.view(len(own), count, strip.width).transpose(0, 1).reshape(count, len(own), *strip.shape)
         for name, found in zip(strip.names, by_name, strict=True):
-            yield name, found.clone()
+            yield name, found if found.nbytes == found.untyped_storage().nbytes() else found.clone()
 
 
 @dataclass(slots=True)
@@ -253,7 +254,8 @@ class Trail:
                 whole = part.tensors[keeper.kept.dtype]
                 rows = Cut(whole, 0, len(whole), part.first[keeper.kept]).of(keeper)
                 made.add(rows if own is None else rows[own])
-        return made.result()
+        found = made.result()
+        return found.clone() if found.is_inference() else found
 
     def _take_out(self, newest: int = 0) -> None:
         """Takes rows out of the chunks that they share with other requests; those of the `newest` runs stay."""
