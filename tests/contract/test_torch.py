@@ -27,9 +27,9 @@ def test_an_edit_through_a_view_of_another_dtype_is_made(
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_a_tangent_of_a_block_is_its_own(model: jf.Model, prompt: list[int]) -> None:
     def block(m: jf.Model, t: Any) -> tuple[Tensor, Tensor, Tensor]:
-        stream = m.layers[0].layer_output
-        value, tangent = torch.func.jvp(lambda a: (stream * a).sum(), (torch.tensor(2.0),), (torch.tensor(1.0),))
-        return stream, value, tangent
+        read = lambda a: (m.layers[0].layer_output * a).sum()  # noqa: E731
+        value, tangent = torch.func.jvp(read, (torch.tensor(2.0),), (torch.tensor(1.0),))
+        return m.layers[0].layer_output, value, tangent
 
     stream, value, tangent = model.run(prompt, block).returned
     torch.testing.assert_close(tangent, stream.sum())
