@@ -24,6 +24,17 @@ def test_an_edit_through_a_view_of_another_dtype_is_made(
     assert not torch.allclose(logits, model.run(prompt, lambda m, t: m.logits).returned)
 
 
+def test_what_is_projected_in_a_block_may_be_written_to(model: jf.Model, prompt: list[int]) -> None:
+    def block(m: jf.Model, t: Any) -> Tensor:
+        projected = m.project_on_vocab(m.layers[0].layer_output)
+        projected[..., 3] = 0.0
+        return projected
+
+    projected = model.run(prompt, block).returned
+    assert projected.any()
+    assert not projected[..., 3].any()
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_a_tangent_of_a_block_is_its_own(model: jf.Model, prompt: list[int]) -> None:
     def block(m: jf.Model, t: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,12 +34,26 @@ AnyHeld = Held | HeldNest
 
 CHANGED: Final = attrgetter("changed")  # of an AnyHeld; `filter` makes no function of it at each read
 READ_ONLY: Final = "{name} can be read only, and was changed in place: clone it for scratch."
+_LEVELS: Final = 24  # of three C frames each: torch walks back over 64 of them and a few
 
 
 def _from_the_block(error: Exception) -> Exception:
     """The error without the frame that called the block: a cycle through the worker would keep tensors alive."""
     trace = error.__traceback__
     return error.with_traceback(None if trace is None else trace.tb_next)
+
+
+def _far_from_the_base(run: Callable[[None], None]) -> None:
+    """Calls `run(None)` with so many C frames below it that nobody who walks back comes to the greenlet's base.
+
+    torch's errors note the 64 innermost frames where they are raised. Behind the base of a greenlet the stack holds
+    whatever runs the engine now, and not what started the block: a walk that gets there ends the process, by luck of
+    what lies there. These frames are C's alone, small, and show in no traceback.
+    """
+    chain = map(run, (None,))
+    for _ in range(_LEVELS):
+        chain = map(next, (chain,))
+    next(chain)
 
 
 class _BlockGreenlet(greenlet.greenlet):
@@ -72,7 +86,7 @@ class Worker:
         self._many = MANY  # of them, after which they are looked at
         self._modes = BlockModes(inside_operators=inside_operators)
         self._engine: greenlet.greenlet
-        self._greenlet = _BlockGreenlet(self._run)
+        self._greenlet = _BlockGreenlet(self._start)
         self._greenlet.worker = self
         self._greenlet.gr_context = contextvars.copy_context()
 
@@ -94,21 +108,17 @@ class Worker:
 
     def resume(self, message: Any) -> None:
         """Runs the block until it waits again, or has ended. Raises what interrupted it."""
-        self._engine = self._greenlet.parent = greenlet.getcurrent()  # the block goes back to whoever runs it on
-        compiling = set_eval_frame(None)  # the engine: the block's frames are none of what it has compiled
-        try:
-            self._greenlet.switch(message)
-        finally:
-            set_eval_frame(compiling)
-            if self.interrupt is not None:
-                raise self._interrupt_taken()
+        self._run_on(self._greenlet.switch, message)
 
     def throw(self, error: BaseException) -> None:
         """Raises `error` in the block, where it waits, and runs it until it waits again."""
-        self._engine = self._greenlet.parent = greenlet.getcurrent()
-        compiling = set_eval_frame(None)
+        self._run_on(self._greenlet.throw, error)
+
+    def _run_on(self, switch: Callable[[Any], object], given: Any) -> None:
+        self._engine = self._greenlet.parent = greenlet.getcurrent()  # the block goes back to whoever runs it on
+        compiling = set_eval_frame(None)  # the engine: the block's frames are none of what it has compiled
         try:
-            self._greenlet.throw(error)
+            switch(given)
         finally:
             set_eval_frame(compiling)
             if self.interrupt is not None:
@@ -133,7 +143,10 @@ class Worker:
         vars(self._greenlet).pop("worker", None)  # the cycle that would keep this worker
         self.body = self.finalize = lambda: None
 
-    def _run(self, _: Any = None) -> None:
+    def _start(self, _: Any = None) -> None:
+        _far_from_the_base(self._run)
+
+    def _run(self, _: None) -> None:
         self._modes.arrive()
         try:
             with self._modes.own():

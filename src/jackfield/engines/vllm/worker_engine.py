@@ -313,7 +313,11 @@ class WorkerEngine(Served):
             rows = x.reshape(-1, x.shape[-1])
             if norm and self.structure.final_norms:
                 rows = self.loaded.get_submodule(self.structure.final_norms[-1])(rows)
-            return self.compute_logits(rows).view(*x.shape[:-1], -1)
+            projected = self.compute_logits(rows).view(*x.shape[:-1], -1)
+            if not projected.is_inference():
+                return projected
+            with torch.inference_mode(False):  # elsewhere in the block, one that is born in it cannot be written to
+                return projected.clone()
 
     def raw_channel(self, path: str, port: str) -> Channel:
         if (path, port) not in self._raw:
