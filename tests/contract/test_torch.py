@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import jackfield as jf
 
@@ -83,3 +84,51 @@ def test_a_block_may_read_in_a_function_that_it_has_compiled(model: jf.Model, pr
     plain, other = model.run(prompt, lambda m, t: (m.layers[1].layer_output, m.logits)).returned
     torch.testing.assert_close(stream, plain)
     torch.testing.assert_close(logits, other)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_dual_tensor_is_no_edit(model: jf.Model, prompt: list[int]) -> None:
+    """Its tangent would go through the model, and into what later reads see."""
+
+    def assigned(m: jf.Model, t: Any) -> None:
+        with forward_ad.dual_level():
+            stream = m.layers[0].layer_output
+            m.layers[0].layer_output = forward_ad.make_dual(stream.clone(), torch.ones_like(stream))
+
+    def in_place(m: jf.Model, t: Any) -> None:
+        with forward_ad.dual_level():
+            stream = m.layers[0].layer_output
+            stream.mul_(forward_ad.make_dual(torch.tensor(2.0), torch.tensor(1.0)))
+            m.layers[1].layer_output.sum()
+
+    for block in (assigned, in_place):
+        with pytest.raises(jf.EditMismatch, match=r"layers.0.layer_output was given a dual tensor"):
+            model.run(prompt, block)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_the_primal_of_a_dual_tensor_is_an_edit(model: jf.Model, prompt: list[int]) -> None:
+    def block(m: jf.Model, t: Any) -> tuple[Tensor, Tensor, Any]:
+        with forward_ad.dual_level():
+            stream = m.layers[0].layer_output.clone()
+            doubled = stream * forward_ad.make_dual(torch.tensor(2.0), torch.tensor(1.0))
+            m.layers[0].layer_output = forward_ad.unpack_dual(doubled).primal
+            following = m.layers[1].layer_input
+            return stream, following.clone(), forward_ad.unpack_dual(following).tangent
+
+    stream, following, tangent = model.run(prompt, block).returned
+    torch.testing.assert_close(following, 2 * stream)
+    assert tangent is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_a_block_compiles_is_compiled_for_each_request(model: jf.Model, prompt: list[int]) -> None:
+    """Kills: compiled code that takes names out of another request's globals."""
+
+    def block(m: jf.Model, t: Any) -> Tensor:
+        doubled = torch.compile(lambda x: x * 2 + 1, backend="eager")
+        return doubled(m.layers[0].layer_output) - 2 * m.layers[0].layer_output
+
+    for _ in range(3):
+        for result in model.run([prompt, prompt[:-1]], block):
+            torch.testing.assert_close(result.returned, torch.ones_like(result.returned), rtol=0, atol=1e-4)

@@ -16,6 +16,7 @@ from torch._C import (
 )
 from torch._C._autograd import _profiler_enabled  # pyright: ignore[reportPrivateUsage]
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -217,6 +218,14 @@ class BlockModes:
 def is_of_transform(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for others, inside a `torch.func` transform: outside of it, it is none."""
     return _transforms.is_functorch_wrapped_tensor(tensor)
+
+
+def is_dual(tensor: torch.Tensor) -> bool:
+    """Whether a tensor carries a tangent of forward-mode derivatives."""
+    if forward_ad._current_level < 0:  # pyright: ignore[reportPrivateUsage]
+        return False
+    with torch.inference_mode(False):  # in which all have none
+        return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from jackfield.errors import EditMismatch, NotReached, OutOfOrder
 from jackfield.interleave.channel import WHOLE, Channel, Selection, Slot
 from jackfield.interleave.held import MANY, Held, HeldNest
-from jackfield.interleave.modes import BlockModes, is_of_transform
+from jackfield.interleave.modes import BlockModes, is_dual, is_of_transform
 from jackfield.interleave.nest import tensors
 from jackfield.interleave.step import Rows
 
@@ -41,6 +41,14 @@ def _from_the_block(error: Exception) -> Exception:
     """The error without the frame that called the block: a cycle through the worker would keep tensors alive."""
     trace = error.__traceback__
     return error.with_traceback(None if trace is None else trace.tb_next)
+
+
+def _refuse_dual(channel: Channel, value: Any) -> None:
+    if any(is_dual(tensor) for tensor in tensors(value)):
+        raise EditMismatch(
+            f"{channel.name} was given a dual tensor of forward-mode derivatives, whose tangent would go through the "
+            "model: give it the primal of `torch.autograd.forward_ad.unpack_dual`."
+        )
 
 
 def _far_from_the_base(run: Callable[[None], None]) -> None:
@@ -205,6 +213,7 @@ class Worker:
                 f"{channel.name} was assigned a tensor of a transform of torch.func (vmap, grad), which the model "
                 "cannot go on with: assign what the transform returns."
             )
+        _refuse_dual(channel, value)
         with self._modes:
             self._reach(channel, selection)
             held = self._holding(channel, selection)
@@ -339,6 +348,7 @@ class Worker:
             raise EditMismatch(f"{channel.name} has shape {tuple(shape)}, and was changed in place to {tuple(other)}.")
         if not channel.writable:
             raise EditMismatch(READ_ONLY.format(name=channel.name))
+        _refuse_dual(channel, held.value)
         self._put(channel, held.selection, held.value)
         held.settled()
 
