@@ -26,5 +26,4 @@ def test_no_walk_of_torchs_comes_to_the_base_of_a_greenlet() -> None:
     worker.resume(None)
     assert worker.error is None
     assert len(found) == TORCH_LOOKS_AT
-    period = found[-3:]  # the frames of one level
-    assert found[-12:] == 4 * period
+    assert len(set(found[-12:])) == 1  # one level after another, to the end of the walk

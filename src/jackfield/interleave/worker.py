@@ -7,8 +7,9 @@ too late is found.
 """
 
 import contextvars
+import functools
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
@@ -34,7 +35,7 @@ AnyHeld = Held | HeldNest
 
 CHANGED: Final = attrgetter("changed")  # of an AnyHeld; `filter` makes no function of it at each read
 READ_ONLY: Final = "{name} can be read only, and was changed in place: clone it for scratch."
-_LEVELS: Final = 24  # of three C frames each: torch walks back over 64 of them and a few
+_LEVELS: Final = 64  # of a C frame each: torch walks back over as many and a few, and there are some above these
 
 
 def _from_the_block(error: Exception) -> Exception:
@@ -51,17 +52,18 @@ def _refuse_dual(channel: Channel, value: Any) -> None:
         )
 
 
-def _far_from_the_base(run: Callable[[None], None]) -> None:
-    """Calls `run(None)` with so many C frames below it that nobody who walks back comes to the greenlet's base.
+def _far_from_the_base(run: Callable[[None], None]) -> Callable[[object], None]:
+    """`run(None)`, with so many C frames below it that nobody who walks back comes to the greenlet's base.
 
     torch's errors note the 64 innermost frames where they are raised. Behind the base of a greenlet the stack holds
     whatever runs the engine now, and not what started the block: a walk that gets there ends the process, by luck of
-    what lies there. These frames are C's alone, small, and show in no traceback.
+    what lies there. These frames are C's alone and show in no traceback; each is 32 bytes, for all are copied at every
+    switch.
     """
-    chain = map(run, (None,))
+    levels: Iterator[None] = map(run, (None,))
     for _ in range(_LEVELS):
-        chain = map(next, (chain,))
-    next(chain)
+        levels = itertools.chain(levels)
+    return functools.partial(next, levels)
 
 
 class _BlockGreenlet(greenlet.greenlet):
@@ -94,7 +96,7 @@ class Worker:
         self._many = MANY  # of them, after which they are looked at
         self._modes = BlockModes(inside_operators=inside_operators)
         self._engine: greenlet.greenlet
-        self._greenlet = _BlockGreenlet(self._start)
+        self._greenlet = _BlockGreenlet(_far_from_the_base(self._run))
         self._greenlet.worker = self
         self._greenlet.gr_context = contextvars.copy_context()
 
@@ -150,9 +152,6 @@ class Worker:
         self.passing = None
         vars(self._greenlet).pop("worker", None)  # the cycle that would keep this worker
         self.body = self.finalize = lambda: None
-
-    def _start(self, _: Any = None) -> None:
-        _far_from_the_base(self._run)
 
     def _run(self, _: None) -> None:
         self._modes.arrive()
