@@ -22,7 +22,7 @@ ROWS = (
     ("values", "interventions"),
     ("trace",),
     ("interleave",),
-    ("errors", "axes", "settings"),
+    ("errors", "axes", "settings", "version"),
 )
 # Plots take arrays: they may not know what a model is, though the rows would let them.
 APART = {("plots", "model"), ("plots", "session"), ("plots", "engines")}

@@ -45,6 +45,7 @@ from jackfield.values.families.family import Family
 from jackfield.values.interface import AttentionFuser, interface_call, interface_calls
 from jackfield.values.layer import values
 from jackfield.values.value import DECODE_STEP, Value
+from jackfield.version import __version__
 
 __all__ = [
     "DECODE_STEP",
@@ -89,6 +90,7 @@ __all__ = [
     "UnsupportedVersion",
     "Value",
     "ValueAccessError",
+    "__version__",
     "from_json",
     "interface_call",
     "interface_calls",

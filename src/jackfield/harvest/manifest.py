@@ -11,12 +11,12 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, cast
 
 from jackfield.errors import HarvestError
 from jackfield.harvest.stored import Stored
+from jackfield.version import __version__
 
 FORMAT: Final = 1
 """Raised when a reader of the last one would misunderstand what is written."""
@@ -51,7 +51,7 @@ class Manifest:
     """How far a harvest is."""
 
     asked: Mapping[str, Any]
-    jackfield: str = field(default_factory=lambda: version("jackfield"))
+    jackfield: str = __version__
     finished: bool = False
     prompts: int = 0
     tokens: int = 0

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import greenlet
 import torch
@@ -63,7 +63,7 @@ def _far_from_the_base(run: Callable[[None], None]) -> Callable[[object], None]:
     levels: Iterator[None] = map(run, (None,))
     for _ in range(_LEVELS):
         levels = itertools.chain(levels)
-    return functools.partial(next, levels)
+    return cast("Callable[[object], None]", functools.partial(next, levels))
 
 
 class _BlockGreenlet(greenlet.greenlet):
