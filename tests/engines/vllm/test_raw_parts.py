@@ -53,6 +53,16 @@ def test_queries_keys_and_values_in_one_are_joined_each_by_itself() -> None:
         assert whole.equal(WHOLE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_the_same_but_for_rounding_is_whole(dtype: torch.dtype) -> None:
+    """Kills: bits compared, which differ where four ranks sum, each in an order of its own."""
+    off = WHOLE * (1 + torch.finfo(dtype).eps)
+    parts = [WHOLE.to(dtype), off.to(dtype), WHOLE.to(dtype), WHOLE.to(dtype)]
+    assert not parts[0].equal(parts[1])
+    for whole in there_and_back(nn.Linear(2, 2), "output", parts):
+        torch.testing.assert_close(whole.float(), WHOLE, rtol=2e-2, atol=0)
+
+
 class Attention(nn.Module):
     """What vLLM's is known by."""
 

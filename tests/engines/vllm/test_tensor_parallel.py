@@ -1,4 +1,4 @@
-"""Two ranks, each a process with its half of the heads and neurons: values, edits and errors are those of one."""
+"""Two ranks and four, each a process with its part of the heads and neurons: values, edits and errors are those of one."""
 
 import multiprocessing
 import random
@@ -24,18 +24,20 @@ from tests.reference.edits import edited_tokens
 pytestmark = pytest.mark.slow
 
 STEPS = 4
-LAYER, HEAD, NEURON = 1, 3, 70  # of the second rank, by the model's numbers
-RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-FAMILIES = (Family("llama"), Family("falcon/7b"))
-"""Grouped keys that are spread and a fused MLP; one key head that both ranks have, and a sum that comes late."""
+LAYER, HEAD, NEURON = 1, 3, 70  # of another rank than the first, by the model's numbers
+ENGINES = ((Family("llama"), 2), (Family("falcon/7b"), 2), (Family("llama"), 4))
+"""Grouped keys that are spread and a fused MLP; one key head that both ranks have, and a sum that comes late; key heads
+that two ranks of four have, and sums that each rank makes in an order of its own.
+"""
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=str)
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda each: f"{each[0]}, {each[1]} ranks")
 def family(request: pytest.FixtureRequest) -> Generator[Running]:
-    """One engine, of two ranks, at a time."""
+    """One engine at a time."""
     tiny.need_vllm()
-    with _forked(), running(request.param, **RANKS) as found:
-        yield found
+    found, ranks = request.param
+    with _forked(), running(found, tensor_parallel_size=ranks, distributed_executor_backend="mp") as engine:
+        yield engine
 
 
 @contextmanager
@@ -258,7 +260,7 @@ def _rank() -> int:
     return torch.distributed.get_rank()
 
 
-APART = "does not do the same on all 2 ranks"
+APART = "does not do the same on all [24] ranks"
 
 
 @pytest.mark.parametrize(
@@ -355,7 +357,7 @@ def test_a_part_is_not_served_for_the_whole(family: Running) -> None:
     def spread(m: Any, t: Any) -> None:
         m.model.layers[LAYER].mlp.act_fn.output.sum()
 
-    with pytest.raises(jf.Unavailable, match="not the same on the 2 ranks"):
+    with pytest.raises(jf.Unavailable, match="not the same on the [24] ranks"):
         family.model.run(family.prompts[0], spread)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from jackfield.engines.vllm.parts import Ranks, SideBySide
+from jackfield.engines.vllm.seen import Tolerance
 from jackfield.engines.vllm.structure import is_listened_to
 from jackfield.errors import Unavailable
 from jackfield.interleave.site import Port
@@ -39,7 +40,7 @@ class RawJoint:
             return part
         own = part.contiguous()
         parts = self.ranks.gathered(own.view(torch.uint8))
-        repeat = _repeat(parts)
+        repeat = _repeat(parts, own.dtype)
         if repeat == self.ranks.size:
             return part
         if self.heads:
@@ -67,15 +68,24 @@ class RawJoint:
         return torch.cat([made(joint, piece, -1) for joint, piece in zip(joints, pieces, strict=True)], -1)
 
 
-def _repeat(parts: Tensor) -> int:
-    """How many ranks in a row have the same, at most."""
+def _repeat(parts: Tensor, dtype: torch.dtype) -> int:
+    """How many ranks in a row have the same, at most. `parts` are the bytes of numbers of this dtype.
+
+    But for rounding: where more than two ranks sum, each may begin with another one's addend.
+    """
     size = parts.shape[0]
     counts = (count for count in range(size, 0, -1) if size % count == 0)
     return next(
         count
         for count in counts
-        if all(torch.equal(part, parts[rank - rank % count]) for rank, part in enumerate(parts))
+        if all(_same(part, parts[rank - rank % count], dtype) for rank, part in enumerate(parts))
     )
+
+
+def _same(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    if torch.equal(one, other) or not dtype.is_floating_point:
+        return torch.equal(one, other)
+    return Tolerance.of(dtype).same(one.view(dtype).float(), other.view(dtype).float())
 
 
 def _pieces(ranks: Ranks, module: Any, port: str) -> list[tuple[int, SideBySide]]:
