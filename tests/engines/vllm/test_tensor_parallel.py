@@ -1,4 +1,4 @@
-"""Two ranks and four, each a process with its part of the heads and neurons: values, edits and errors are those of one."""
+"""Two ranks and four, each a process with its part of heads and neurons: values, edits and errors are those of one."""
 
 import multiprocessing
 import random
@@ -357,7 +357,7 @@ def test_a_part_is_not_served_for_the_whole(family: Running) -> None:
     def spread(m: Any, t: Any) -> None:
         m.model.layers[LAYER].mlp.act_fn.output.sum()
 
-    with pytest.raises(jf.Unavailable, match="not the same on the [24] ranks"):
+    with pytest.raises(jf.Unavailable, match=r"not the same on the [24] ranks"):
         family.model.run(family.prompts[0], spread)
 
 
