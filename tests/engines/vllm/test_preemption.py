@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 import jackfield as jf
 from tests.engines.vllm import tiny
@@ -70,6 +71,20 @@ def edits_keys(m: jf.Model, t: Any) -> Any:
     return rows
 
 
+def writes_nan(m: jf.Model, t: Any) -> Any:
+    """Into keys that a pattern of its own passes over."""
+    rows = []
+    for step in t.iter[:]:
+        if not step:
+            m.layers[1].attention_keys[:, :, 3] = float("nan")
+        there = m.layers[1].attention_cached_keys.isnan()
+        pattern = torch.zeros_like(m.layers[1].attention_probabilities)
+        pattern[..., 0] = 1.0
+        m.layers[1].attention_probabilities = pattern
+        rows.append((there, m.layers[3].layer_output.clone()))
+    return rows
+
+
 def edits_the_pattern(m: jf.Model, t: Any) -> Any:
     rows = []
     for _ in t.iter[:]:
@@ -93,7 +108,7 @@ def ends_early(m: jf.Model, t: Any) -> Any:
     return m.logits.clone()
 
 
-@pytest.mark.parametrize("block", [reads, steers, edits_keys, edits_the_pattern, skips, ends_early])
+@pytest.mark.parametrize("block", [reads, steers, edits_keys, writes_nan, edits_the_pattern, skips, ends_early])
 def test_a_block_runs_once_per_position(model: jf.Model, block: Block) -> None:
     prompts = [prompt_of(length, seed) for seed, length in enumerate((20, 24, 30))]
     alone = [model.run(prompt, block, max_tokens=60, ignore_eos=True) for prompt in prompts]

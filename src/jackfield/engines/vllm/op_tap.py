@@ -139,6 +139,7 @@ class OpTap:
                 here = slice(placed.position, placed.position + placed.again.stop - placed.again.start)
                 keys, values = (half[here].to(cache.device) for half in kept)
                 there = ~keys.flatten(1).isnan().all(1)  # where no window had dropped the position
+                there[max(0, left_behind(self.facts, len(kept[0])) - here.start) :] = True  # a block's own NaN
                 slots = self._slots(placed.again)
                 self.layer.impl.do_kv_cache_update(self.layer, keys[there], values[there], cache, slots[there])
 
