@@ -1,5 +1,6 @@
 """What torch offers means in a block what it means elsewhere, on every engine."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -8,6 +9,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import jackfield as jf
+from tests.contract.conftest import Subject
+
+EAGERLY = functools.partial(torch.compile, backend="eager")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float64, torch.float32])
@@ -132,3 +136,38 @@ def test_what_a_block_compiles_is_compiled_for_each_request(model: jf.Model, pro
     for _ in range(3):
         for result in model.run([prompt, prompt[:-1]], block):
             torch.testing.assert_close(result.returned, torch.ones_like(result.returned), rtol=0, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_it_is_so_under_any_name(model: jf.Model, prompt: list[int]) -> None:
+    def block(m: jf.Model, t: Any) -> Tensor:
+        doubled = EAGERLY(lambda x: x * 2 + 1)
+        return doubled(m.layers[0].layer_output) - 2 * m.layers[0].layer_output
+
+    for _ in range(3):
+        for result in model.run([prompt, prompt[:-1]], block):
+            torch.testing.assert_close(result.returned, torch.ones_like(result.returned), rtol=0, atol=1e-4)
+
+
+def test_a_derivative_of_a_projection_is_right_or_refused(engine: Subject, prompt: list[int]) -> None:
+    """Kills: a derivative of zero, on an engine whose kernels have none."""
+
+    def block(m: jf.Model, t: Any) -> tuple[Tensor, Tensor]:
+        stream = m.layers[0].layer_output[:, -1:].detach().clone()
+        gradient = torch.func.grad(lambda x: m.project_on_vocab(x)[..., 3].sum())(stream)
+        step = 1e-2 * gradient / gradient.norm()
+        change = m.project_on_vocab(stream + step) - m.project_on_vocab(stream - step)
+        return change[..., 3].sum() / 2e-2, gradient.norm()
+
+    def backward(m: jf.Model, t: Any) -> None:
+        with torch.enable_grad():
+            m.project_on_vocab(m.layers[0].layer_output.detach().requires_grad_())
+
+    model = engine.model
+    if engine.name == "vllm":
+        for refused in (block, backward):
+            with pytest.raises(jf.Unavailable, match="project_on_vocab is not available for derivatives"):
+                model.run(prompt, refused)
+    else:
+        change, length = model.run(prompt, block).returned
+        torch.testing.assert_close(change, length, rtol=2e-2, atol=1e-4)

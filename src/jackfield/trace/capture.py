@@ -66,7 +66,7 @@ class Block:
         copies = copy_outside(self.outside, device)
         own = {"__builtins__": builtins, "__name__": self.module, SAVE: _saver(t)}
         own |= _of(copies, "global") | dict.fromkeys(self.tracers, t)
-        function = _function(_anew(self.code) if "compile" in self.names else self.code, own, copies)
+        function = _function(_anew(self.code), own, copies)
         if self.takes_model:
             return functools.partial(function, *_of(copies, "argument").values(), model, t, **_of(copies, "keyword"))
         return functools.partial(function, *(own[name] for name in self.code.co_varnames[: self.code.co_argcount]))
@@ -194,10 +194,15 @@ def _function(code: CodeType, module: dict[str, Any], copies: Mapping[Outside, A
 
 
 def _anew(code: CodeType) -> CodeType:
-    """The same code, its functions included, which torch.compile has not seen: what it made of them for one request
-    takes names out of that request's globals.
+    """The same code with functions that torch.compile has not seen, if it has functions.
+
+    What is made of them for one request takes names out of that request's globals.
     """
-    constants = (_anew(each) if isinstance(each, CodeType) else each for each in code.co_consts)
+    if not any(isinstance(each, CodeType) for each in code.co_consts):
+        return code
+    constants = (
+        each.replace(co_consts=_anew(each).co_consts) if isinstance(each, CodeType) else each for each in code.co_consts
+    )
     return code.replace(co_consts=tuple(constants))
 
 

@@ -23,8 +23,6 @@ from tests.reference.record import Step
 
 pytestmark = pytest.mark.slow
 
-EDITED = ("llama", "gemma2", "granite", "gpt2", "cohere", "opt", "exaone4", "mixtral", "gpt_oss")
-
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=str)
 def family(request: pytest.FixtureRequest) -> Generator[Running]:
@@ -71,14 +69,21 @@ def _logits_alone(model: Any, t: Any) -> None:
 
 def test_edits_do_what_raw_hooks_do(family: Running) -> None:
     """Kills: an edit that is dropped, made of another request's rows, or put where the model no longer looks."""
-    if family.family.zoo not in EDITED or family.family.backend != "vllm":
-        pytest.skip("not one of the families that edits are shown on")
     ids = zoo.prompt(family.family.zoo, 11, seed=SEED)
     plain = family.model.run(ids[0].tolist(), _logits_alone, max_tokens=4, ignore_eos=True).saved["logits"]
-    served = [value for value in WRITABLE if family.has(_layer(value), value)]
-    assert len(served) >= 15
+    served = [value for value in WRITABLE if _is_compared(family, value)]
+    assert len(served) >= (14 if not family.family.missing else 4)
     wrong = {value: far for value in served if (far := _far(family, value, ids, plain))}
     assert not wrong
+
+
+def _is_compared(family: Running, value: str) -> bool:
+    """Whether an edit of it is the same edit in transformers, where heads or places of heads are others at times."""
+    own = family.family
+    is_of_heads = value.startswith(("attention_queries", "attention_keys", "attention_values"))
+    if is_of_heads and (own.pairs_apart or own.zoo == "falcon/40b"):  # whose key heads transformers repeats itself
+        return False
+    return family.has(_layer(value), value) and value not in own.missing
 
 
 def _layer(value: str) -> int | None:
@@ -94,7 +99,8 @@ def _far(family: Running, value: str, ids: Tensor, plain: list[Tensor]) -> str:
     got = torch.cat([row[0] for row in result.saved["logits"]])
     if result.token_ids != want.token_ids:
         return f"tokens {result.token_ids}, by a raw hook {want.token_ids}"
-    if (far := float((got - want.logits).abs().max() / want.logits.abs().max())) > 1e-4:
+    near = 1e-4 if family.family.tolerance <= 1e-4 else 5 * family.family.tolerance  # an edit makes more of it
+    if (far := float((got - want.logits).abs().max() / want.logits.abs().max())) > near:
         return f"logits are {far:.1e} off"
     if got.equal(torch.cat([row[0] for row in plain])):
         return "nothing changed, so that nothing is shown"

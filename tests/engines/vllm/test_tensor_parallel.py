@@ -36,12 +36,12 @@ def family(request: pytest.FixtureRequest) -> Generator[Running]:
     """One engine at a time."""
     tiny.need_vllm()
     found, ranks = request.param
-    with _forked(), running(found, tensor_parallel_size=ranks, distributed_executor_backend="mp") as engine:
+    with forked(), running(found, tensor_parallel_size=ranks, distributed_executor_backend="mp") as engine:
         yield engine
 
 
 @contextmanager
-def _forked() -> Generator[None]:
+def forked() -> Generator[None]:
     """On CPUs vLLM has each rank import everything anew, for half a minute; forked, as on GPUs, they have it already.
 
     Where torch has threads a fork of this process may hang: there it is left as it is.

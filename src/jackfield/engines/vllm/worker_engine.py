@@ -36,6 +36,7 @@ from jackfield.engines.vllm.taps import NOW, named, tap_inputs
 from jackfield.engines.vllm.untraceable import untraceable
 from jackfield.errors import TracingError, Unavailable
 from jackfield.interleave.channel import Channel
+from jackfield.interleave.modes import is_dual, is_of_transform
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Worker
 from jackfield.interventions.places import Place
@@ -309,6 +310,12 @@ class WorkerEngine(Served):
 
     def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
         worker = Worker.current()  # none where the client asks
+        if is_of_transform(x) or is_dual(x) or (x.requires_grad and torch.is_grad_enabled()):
+            raise Unavailable(
+                "project_on_vocab is not available for derivatives, or inside torch.func, on this engine: vLLM's final "
+                "norm and output head have none, and they would be zero. Detach what it is given, or use the "
+                "transformers engine."
+            )
         with nullcontext() if worker is None else worker.aside():
             rows = x.reshape(-1, x.shape[-1])
             if norm and self.structure.final_norms:
