@@ -149,25 +149,40 @@ def test_it_is_so_under_any_name(model: jf.Model, prompt: list[int]) -> None:
             torch.testing.assert_close(result.returned, torch.ones_like(result.returned), rtol=0, atol=1e-4)
 
 
-def test_a_derivative_of_a_projection_is_right_or_refused(engine: Subject, prompt: list[int]) -> None:
-    """Kills: a derivative of zero, on an engine whose kernels have none."""
+def slope(model: jf.Model, stream: Tensor) -> tuple[Tensor, Tensor]:
+    """How a logit changes along its gradient, and the gradient's length: the same, where the gradient is right."""
+    gradient = torch.func.grad(lambda x: model.project_on_vocab(x)[..., 3].sum())(stream)
+    step = 1e-2 * gradient / gradient.norm()
+    change = model.project_on_vocab(stream + step) - model.project_on_vocab(stream - step)
+    return change[..., 3].sum() / 2e-2, gradient.norm()
 
-    def block(m: jf.Model, t: Any) -> tuple[Tensor, Tensor]:
-        stream = m.layers[0].layer_output[:, -1:].detach().clone()
-        gradient = torch.func.grad(lambda x: m.project_on_vocab(x)[..., 3].sum())(stream)
-        step = 1e-2 * gradient / gradient.norm()
-        change = m.project_on_vocab(stream + step) - m.project_on_vocab(stream - step)
-        return change[..., 3].sum() / 2e-2, gradient.norm()
 
-    def backward(m: jf.Model, t: Any) -> None:
-        with torch.enable_grad():
-            m.project_on_vocab(m.layers[0].layer_output.detach().requires_grad_())
+def with_graph(model: jf.Model, stream: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by `backward`."""
+    with torch.enable_grad():
+        leaf = stream.clone().requires_grad_()
+        logit = model.project_on_vocab(leaf)[..., 3].sum()
+        (gradient,) = torch.autograd.grad(logit, leaf)
+    step = 1e-2 * gradient / gradient.norm()
+    change = model.project_on_vocab(stream + step) - model.project_on_vocab(stream - step)
+    return change[..., 3].sum() / 2e-2, gradient.norm()
 
+
+@pytest.mark.parametrize("derived", [slope, with_graph])
+@pytest.mark.parametrize("inside", [True, False], ids=["in a block", "outside"])
+def test_a_derivative_of_a_projection_is_right_or_refused(
+    engine: Subject, prompt: list[int], derived: Any, inside: bool
+) -> None:
+    """Kills: a derivative of zero, or none, on an engine whose kernels have none."""
     model = engine.model
+    stream = model.run(prompt, lambda m, t: m.layers[0].layer_output[:, -1:].clone()).returned
+
+    def found() -> tuple[Tensor, Tensor]:
+        return model.run(prompt, lambda m, t: derived(m, stream)).returned if inside else derived(model, stream)
+
     if engine.name == "vllm":
-        for refused in (block, backward):
-            with pytest.raises(jf.Unavailable, match="project_on_vocab is not available for derivatives"):
-                model.run(prompt, refused)
+        with pytest.raises(jf.Unavailable, match="project_on_vocab is not available for derivatives"):
+            found()
     else:
-        change, length = model.run(prompt, block).returned
+        change, length = found()
         torch.testing.assert_close(change, length, rtol=2e-2, atol=1e-4)

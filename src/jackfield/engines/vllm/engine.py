@@ -20,7 +20,7 @@ from jackfield.engines.vllm.description import Description, outline
 from jackfield.engines.vllm.driver import CLOSED, Driver, Ended, Sample
 from jackfield.engines.vllm.foreign import foreign
 from jackfield.engines.vllm.recorder import PLAIN, PROBE
-from jackfield.engines.vllm.served import Served
+from jackfield.engines.vllm.served import Served, refuse_derivatives
 from jackfield.engines.vllm.shipping import KEY, Ends, Interventions, Shipment, dumps, pack
 from jackfield.engines.vllm.starting import start
 from jackfield.errors import EngineDied, InvalidRequest, RequestTooLong, TracingError
@@ -271,6 +271,7 @@ class VllmEngine(Served):
         return {what: sum(held[what] for held in of_ranks) for what in of_ranks[0]}
 
     def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
+        refuse_derivatives(x)
         made: Tensor = self._driver.do(self._ask, "jackfield_project", dumps(x.detach(), self._ends), norm)
         return made.to(x.device)
 

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from jackfield.engines.engine import Engine
 from jackfield.engines.vllm.description import Description, LayerDescription, submodule
 from jackfield.errors import Unavailable, UnknownValue
 from jackfield.interleave.channel import Channel
+from jackfield.interleave.modes import is_dual, is_of_transform
 from jackfield.values.anatomy import Anatomy, AttentionAnatomy, LayerAnatomy, Missing
 from jackfield.values.attention import AttentionValues
 from jackfield.values.layer import Layer, LayerValues, part_at
@@ -16,6 +18,16 @@ from jackfield.values.mlp import MlpValues
 from jackfield.values.part import Part
 from jackfield.values.root import RootValues
 from jackfield.values.value import declared
+
+
+def refuse_derivatives(x: Tensor) -> None:
+    """Unavailable where something would be derived by what is to be projected on the vocabulary, or mapped over."""
+    if is_of_transform(x) or is_dual(x) or (x.requires_grad and torch.is_grad_enabled()):
+        raise Unavailable(
+            "project_on_vocab is not available for derivatives, or inside torch.func, on this engine: vLLM's final "
+            "norm and output head have none, and they would be zero. Detach what it is given, or use the "
+            "transformers engine."
+        )
 
 
 class Served(Engine):

@@ -26,7 +26,7 @@ from jackfield.engines.vllm.raw import Gates, RawChannel
 from jackfield.engines.vllm.raw_parts import RawJoint
 from jackfield.engines.vllm.rows import runner_of
 from jackfield.engines.vllm.seen import Tolerance
-from jackfield.engines.vllm.served import Served
+from jackfield.engines.vllm.served import Served, refuse_derivatives
 from jackfield.engines.vllm.shipping import shipped
 from jackfield.engines.vllm.structure import is_listened_to, put_taps, read_structure
 from jackfield.engines.vllm.tables.buffers import Buffers, none_of
@@ -36,7 +36,6 @@ from jackfield.engines.vllm.taps import NOW, named, tap_inputs
 from jackfield.engines.vllm.untraceable import untraceable
 from jackfield.errors import TracingError, Unavailable
 from jackfield.interleave.channel import Channel
-from jackfield.interleave.modes import is_dual, is_of_transform
 from jackfield.interleave.site import Port, Site
 from jackfield.interleave.worker import Worker
 from jackfield.interventions.places import Place
@@ -310,12 +309,7 @@ class WorkerEngine(Served):
 
     def project_on_vocab(self, x: Tensor, *, norm: bool) -> Tensor:
         worker = Worker.current()  # none where the client asks
-        if is_of_transform(x) or is_dual(x) or (x.requires_grad and torch.is_grad_enabled()):
-            raise Unavailable(
-                "project_on_vocab is not available for derivatives, or inside torch.func, on this engine: vLLM's final "
-                "norm and output head have none, and they would be zero. Detach what it is given, or use the "
-                "transformers engine."
-            )
+        refuse_derivatives(x)
         with nullcontext() if worker is None else worker.aside():
             rows = x.reshape(-1, x.shape[-1])
             if norm and self.structure.final_norms:
