@@ -20,4 +20,4 @@ def test_a_source_that_is_not_installed_has_none(monkeypatch: pytest.MonkeyPatch
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    assert version.found() == "unknown"
+    assert version.installed() == "unknown"

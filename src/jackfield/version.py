@@ -4,7 +4,7 @@ from importlib import metadata
 from typing import Final
 
 
-def found() -> str:
+def installed() -> str:
     """The installed package's version; "unknown" where it is run from its source without being installed."""
     try:
         return metadata.version("jackfield")
@@ -12,4 +12,4 @@ def found() -> str:
         return "unknown"
 
 
-__version__: Final = found()
+__version__: Final = installed()

@@ -194,15 +194,11 @@ def _function(code: CodeType, module: dict[str, Any], copies: Mapping[Outside, A
 
 
 def _anew(code: CodeType) -> CodeType:
-    """The same code with functions that torch.compile has not seen, if it has functions.
+    """The same code, its functions included, which torch.compile has not seen.
 
-    What is made of them for one request takes names out of that request's globals.
+    What it makes of them for one request takes names out of that request's globals.
     """
-    if not any(isinstance(each, CodeType) for each in code.co_consts):
-        return code
-    constants = (
-        each.replace(co_consts=_anew(each).co_consts) if isinstance(each, CodeType) else each for each in code.co_consts
-    )
+    constants = (_anew(each) if isinstance(each, CodeType) else each for each in code.co_consts)
     return code.replace(co_consts=tuple(constants))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jackfield.engines.vllm.parts import WHOLE_PART, Joint, Ranks, SideBySide, Summed
+from jackfield.engines.vllm.parts import WHOLE_PART, Joint, Ranks, SideBySide, Summed, repeat
 from jackfield.engines.vllm.seen import Seen, Tolerance
 from jackfield.engines.vllm.structure import Structure
 from jackfield.errors import UnsupportedModel
@@ -66,21 +66,15 @@ class _Reader:
         return replace(seen, x=_of(joint, parts, self._repeat(parts)), residual=residual), joint
 
     def _joint(self, seen: Seen, parts: Tensor) -> Joint | None:
-        repeat = self._repeat(parts)
-        if repeat == self.ranks.size:
+        count = self._repeat(parts)
+        if count == self.ranks.size:
             return WHOLE_PART
         if seen.site in self.spread or seen.site.port in (Port.ATTEND, Port.HEADS):
-            return SideBySide(self.ranks, repeat)
+            return SideBySide(self.ranks, count)
         return Summed(self.ranks) if parts.shape[-1] == self.width and seen.residual is None else None
 
     def _repeat(self, parts: Tensor) -> int:
-        """How many ranks in a row have the same, at most."""
-        size = self.ranks.size
-        counts = (count for count in range(size, 0, -1) if size % count == 0)
-        return next(count for count in counts if self._repeats(parts, count))
-
-    def _repeats(self, parts: Tensor, count: int) -> bool:
-        return all(self.near.same(part, parts[rank - rank % count]) for rank, part in enumerate(parts))
+        return repeat(parts, self.near.same)
 
 
 def _of(joint: Joint, parts: Tensor, repeat: int) -> Tensor:

@@ -15,7 +15,7 @@ wait; where they differ that request ends with an error.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -58,6 +58,15 @@ class Ranks:
         said = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(said, own, group=self._group.cpu_group)
         return all(torch.equal(other, own) for other in said)
+
+
+def repeat(parts: Tensor, same: Callable[[Tensor, Tensor], bool]) -> int:
+    """How many ranks in a row have the same, at most, of their parts [rank, ...]."""
+    size = parts.shape[0]
+    counts = (count for count in range(size, 0, -1) if size % count == 0)
+    return next(
+        count for count in counts if all(same(part, parts[rank - rank % count]) for rank, part in enumerate(parts))
+    )
 
 
 class Joint:

@@ -5,12 +5,13 @@ A raw place has no contract that says what it is, so nothing of it is taken on t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jackfield.engines.vllm.parts import Ranks, SideBySide
+from jackfield.engines.vllm.parts import Ranks, SideBySide, repeat
 from jackfield.engines.vllm.seen import Tolerance
 from jackfield.engines.vllm.structure import is_listened_to
 from jackfield.errors import Unavailable
@@ -40,11 +41,11 @@ class RawJoint:
             return part
         own = part.contiguous()
         parts = self.ranks.gathered(own.view(torch.uint8))
-        repeat = _repeat(parts, own.dtype)
-        if repeat == self.ranks.size:
+        count = repeat(parts, partial(_same, own.dtype))
+        if count == self.ranks.size:
             return part
         if self.heads:
-            return SideBySide(self.ranks, repeat).join(own, -1)
+            return SideBySide(self.ranks, count).join(own, -1)
         sizes = [size for size, _ in self.pieces]
         if part.shape[-1] != sum(sizes):
             raise Unavailable(
@@ -68,21 +69,11 @@ class RawJoint:
         return torch.cat([made(joint, piece, -1) for joint, piece in zip(joints, pieces, strict=True)], -1)
 
 
-def _repeat(parts: Tensor, dtype: torch.dtype) -> int:
-    """How many ranks in a row have the same, at most. `parts` are the bytes of numbers of this dtype.
+def _same(dtype: torch.dtype, one: Tensor, other: Tensor) -> bool:
+    """Whether two ranks' bytes of this dtype are the same numbers, but for rounding.
 
-    But for rounding: where more than two ranks sum, each may begin with another one's addend.
+    Where more than two ranks sum, each may begin with another one's addend.
     """
-    size = parts.shape[0]
-    counts = (count for count in range(size, 0, -1) if size % count == 0)
-    return next(
-        count
-        for count in counts
-        if all(_same(part, parts[rank - rank % count], dtype) for rank, part in enumerate(parts))
-    )
-
-
-def _same(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     if torch.equal(one, other) or not dtype.is_floating_point:
         return torch.equal(one, other)
     return Tolerance.of(dtype).same(one.view(dtype).float(), other.view(dtype).float())
